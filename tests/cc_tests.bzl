@@ -1,0 +1,14 @@
+"""One GoogleTest program for each <name>_test.cc of a folder."""
+
+def cc_tests(deps, data = []):
+    for source in native.glob(["*_test.cc"]):
+        native.cc_test(
+            name = source[:-len(".cc")],
+            size = "small",
+            srcs = [source] + native.glob(["*.h"]),
+            data = data,
+            deps = deps + [
+                "//third_party:gtest",
+                "@python_torch//:torch_rpath",
+            ],
+        )
