@@ -1,0 +1,105 @@
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace vlscope {
+
+/// Rotary settings of the text model. `mrope_section` gives the number of frequencies that follow
+/// the temporal, height and width position; its three numbers sum to head_dim / 2.
+struct RopeConfig {
+  double theta;
+  std::vector<int64_t> mrope_section;
+  bool mrope_interleaved;
+};
+
+/// The text model. `head_dim` is a number of its own, not hidden_size / num_attention_heads.
+struct TextConfig {
+  std::string model_type;
+  int64_t vocab_size;
+  int64_t hidden_size;
+  int64_t intermediate_size;
+  int64_t num_hidden_layers;
+  int64_t num_attention_heads;
+  int64_t num_key_value_heads;
+  int64_t head_dim;
+  int64_t max_position_embeddings;
+  double rms_norm_eps;
+  bool attention_bias;
+  std::string hidden_act;
+  RopeConfig rope;
+};
+
+/// The vision tower. `deepstack_visual_indexes` keeps the order of the file: entry k names the
+/// block that feeds merger k, and features leave the tower in the order of the blocks.
+struct VisionConfig {
+  std::string model_type;
+  int64_t depth;
+  int64_t hidden_size;
+  int64_t intermediate_size;
+  int64_t num_heads;
+  int64_t in_channels;
+  int64_t patch_size;
+  int64_t temporal_patch_size;
+  int64_t spatial_merge_size;
+  int64_t out_hidden_size;
+  int64_t num_position_embeddings;
+  std::string hidden_act;
+  double rope_theta;
+  std::vector<int64_t> deepstack_visual_indexes;
+
+  int64_t head_dim() const { return hidden_size / num_heads; }
+};
+
+/// One model, as its config.json states it.
+struct Config {
+  std::string model_type;
+  TextConfig text;
+  VisionConfig vision;
+  int64_t image_token_id;
+  int64_t video_token_id;
+  int64_t vision_start_token_id;
+  int64_t vision_end_token_id;
+  bool tie_word_embeddings;
+  /// The dtype that the file states; information only, the stored tensors decide (core/weights.h).
+  std::optional<c10::ScalarType> dtype;
+  /// What a user should be told once: class defaults taken where the file is silent on the rotary
+  /// settings.
+  std::vector<std::string> notes;
+};
+
+/// Reads and validates the text of a config.json, in the spelling of transformers 4 (`rope_theta`,
+/// `rope_scaling`, `torch_dtype`) or 5 (`rope_parameters`, `dtype`). Unknown keys are ignored.
+///
+/// Class defaults stand in for these absent keys only, and only because all released checkpoints
+/// agree on them or a wrong one cannot pass unnoticed: `attention_bias` (false; a stored bias is
+/// listed as ignored), `rms_norm_eps` (1e-6), both `hidden_act`, `in_channels` (3), the four token
+/// ids, `tie_word_embeddings` (text_config's, else false; an absent head is then an error), the
+/// tower's `rope_theta` (10000), `max_position_embeddings` (128000, not part of the arithmetic), and
+/// the rotary settings as a whole, with a note, where they fit `head_dim`. A `rope_theta` missing
+/// from rotary settings that are otherwise there is an error: the class default (5e5) is not the
+/// shipped base (5e6).
+///
+/// `where` is the path that messages begin with. Raises ConfigError naming the key and what was
+/// found, UnsupportedFamily for another `model_type`.
+Config parse_config(const std::string& json_text, const std::string& where);
+
+/// Reads `folder`/config.json. Raises CheckpointNotFound where the folder or the file is missing,
+/// CheckpointError where `folder` is a file, and whatever parse_config raises.
+Config read_config(const std::filesystem::path& folder);
+
+/// The families that parse_config accepts, by `model_type`.
+std::vector<std::string> supported_families();
+
+/// Rows of a printed card, in order.
+using ConfigCard = std::vector<std::pair<std::string, std::string>>;
+ConfigCard text_card(const Config& config);
+ConfigCard vision_card(const Config& config);
+
+}  // namespace vlscope
