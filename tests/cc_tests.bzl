@@ -4,7 +4,7 @@ def cc_tests(deps, data = []):
     for source in native.glob(["*_test.cc"]):
         native.cc_test(
             name = source[:-len(".cc")],
-            size = "small",
+            size = "medium",
             srcs = [source] + native.glob(["*.h"]),
             data = data,
             deps = deps + [

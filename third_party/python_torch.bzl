@@ -1,5 +1,8 @@
 """LibTorch, Python's headers and pybind11, as the project's own Python has them installed."""
 
+# Torch's include folder holds other people's headers as well, an incompatible fmt among them.
+_TORCH_HEADERS = ["ATen", "c10", "torch"]
+
 _BUILD = """
 package(default_visibility = ["//visibility:public"])
 
@@ -7,16 +10,13 @@ package(default_visibility = ["//visibility:public"])
 cc_library(
     name = "torch",
     hdrs = glob(
-        ["torch_include/**/*.h", "torch_include/**/*.hpp"],
+        ["torch_include/**/*.h"],
         exclude = [
             "torch_include/ATen/cudnn/**",
             "torch_include/ATen/hip/**",
             "torch_include/ATen/miopen/**",
             "torch_include/ATen/mps/**",
             "torch_include/ATen/xpu/**",
-            "torch_include/caffe2/**",
-            "torch_include/pybind11/**",
-            "torch_include/sycl/**",
             "torch_include/torch/csrc/distributed/**",
             "torch_include/torch/csrc/inductor/**",
             "torch_include/torch/csrc/xpu/**",
@@ -66,7 +66,8 @@ def _python_torch_impl(ctx):
     if found.return_code != 0:
         fail((found.stderr or found.stdout).strip())
     paths = json.decode(found.stdout)
-    ctx.symlink(paths["torch"] + "/include", "torch_include")
+    for folder in _TORCH_HEADERS:
+        ctx.symlink(paths["torch"] + "/include/" + folder, "torch_include/" + folder)
     ctx.symlink(paths["pybind11"], "pybind11_include")
     ctx.symlink(paths["python"], "python_include")
     ctx.file("BUILD.bazel", _BUILD.format(defines = repr(paths["defines"]), torch = paths["torch"]))
