@@ -1,0 +1,70 @@
+"""Checkpoints and models that the whole suite shares. transformers is imported once, by whoever needs it first."""
+
+import functools
+
+import pytest
+import torch
+
+import tiny
+from parity.cases import CASES
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Last bits depend on the number of threads; every comparison is taken at one."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """checkpoint(name): the folder of a tiny random checkpoint, or of the built-in model for "demo"."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def folder(name):
+        return tiny.DEMO if name == "demo" else tiny.build(name, root / name)
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference_model(checkpoint):
+    """reference_model(name, attn_implementation): transformers' model."""
+    from parity import reference
+
+    return functools.cache(lambda name, attention: reference.load(checkpoint(name), attention))
+
+
+@pytest.fixture(scope="session")
+def inputs(checkpoint):
+    """inputs(name, case): the tensors of a case for a checkpoint."""
+    import json
+
+    @functools.cache
+    def make(name, case):
+        config = json.loads((checkpoint(name) / "config.json").read_text())
+        return CASES[case](config["vision_config"]["patch_size"])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference_run(reference_model, inputs):
+    """reference_run(name, attention, case): everything transformers did on a case."""
+    from parity import reference
+
+    @functools.cache
+    def run(name, attention, case):
+        return reference.run(reference_model(name, attention), inputs(name, case))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def vlscope_model(checkpoint):
+    """vlscope_model(name, attention): the engine's model of the same folder."""
+    import vlscope
+
+    return functools.cache(
+        lambda name, attention="sdpa": vlscope.load(checkpoint(name), attn_implementation=attention)
+    )

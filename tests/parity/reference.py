@@ -1,0 +1,331 @@
+"""Runs transformers' own Qwen3-VL and records every named value and every module call, in the order they happen.
+
+The names are those of vlscope: `layers.3.self_attn.attention_queries`, `vision.tower_output`; a module is known by its
+native path (`model.language_model.layers.3.self_attn.q_proj`). Forward hooks sit on every module; the attention
+functions are wrapped, because queries, scores and patterns are no module's input or output.
+
+`edits={name: function}` changes a value on its way, so that a write through vlscope can be compared with the same write
+through a hook. A function gets the tensor and returns the one to go on with.
+"""
+
+import re
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from unittest import mock
+
+import torch
+from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
+
+TEXT, VISION = "model.language_model", "model.visual"
+
+
+@dataclass
+class Call:
+    """One call of a module: what went in and what came out, by reference."""
+
+    args: tuple
+    kwargs: dict
+    output: object = None
+
+
+@dataclass
+class Run:
+    """What one forward of transformers did.
+
+    values  named value -> tensor (a tuple of tensors for the per-image patterns)
+    calls   native module path -> Call
+    order   named values, `<path>.inputs` and `<path>.output`, as the forward comes by them
+    """
+
+    values: dict = field(default_factory=dict)
+    calls: dict = field(default_factory=dict)
+    order: list = field(default_factory=list)
+
+    @property
+    def logits(self):
+        return self.values["logits"]
+
+
+def load(folder, attn_implementation, dtype=torch.float32):
+    """transformers' model of a checkpoint folder, for inference."""
+    model = Qwen3VLForConditionalGeneration.from_pretrained(
+        folder, attn_implementation=attn_implementation, dtype=dtype
+    )
+    return model.eval().requires_grad_(False)
+
+
+def complete(model, inputs):
+    """Adds what transformers wants and vlscope derives: token types, and positions by the attention mask.
+
+    The plain text-only forward of transformers counts padding; vlscope's positions always come from the mask.
+    """
+    ids = inputs["input_ids"]
+    types = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+    completed = {**inputs, "mm_token_type_ids": types, "use_cache": False}
+    if "image_grid_thw" not in inputs and not bool(inputs["attention_mask"].all()):
+        positions, _ = model.model.get_rope_index(ids, types, attention_mask=inputs["attention_mask"])
+        completed["position_ids"] = positions
+    return completed
+
+
+def plain(model, inputs):
+    """The logits of an unwatched forward."""
+    with torch.no_grad():
+        return model(**complete(model, inputs)).logits
+
+
+def run(model, inputs, edits=None):
+    """One watched forward."""
+    model.model.rope_deltas = None
+    recorder = _Recorder(model, edits or {})
+    recorder.named("input_ids", inputs["input_ids"])
+    recorder.named("attention_mask", inputs["attention_mask"])
+    recorder.named("vision.image_token_mask", inputs["input_ids"] == model.config.image_token_id)
+    with torch.no_grad(), recorder.watching():
+        model(**complete(model, inputs))
+    recorder.finish(inputs["attention_mask"])
+    unused = set(edits or {}) - recorder.edited
+    assert not unused, f"edits that met no value: {sorted(unused)}"
+    return recorder.run
+
+
+def additive_mask(attention_mask, dtype=torch.float32):
+    """The causal mask of eager attention, [batch, 1, query, key]: 0 where allowed, the dtype's minimum elsewhere."""
+    length = attention_mask.shape[1]
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask[:, None, None, :].bool()
+    return torch.where(allowed, torch.tensor(0.0, dtype=dtype), torch.finfo(dtype).min)
+
+
+def standard(path):
+    """The name under which vlscope's tree also has the module at a native path: `vision.layers.0.self_attn`."""
+    rules = (
+        (r"^model\.language_model\.(layers|embed_tokens|norm)\b", r"\1"),
+        (r"^model\.visual\.merger\b", "projector"),
+        (r"^model\.visual\.blocks\.(\d+)\.attn\b", r"vision.layers.\1.self_attn"),
+        (r"^model\.visual\.blocks\b", "vision.layers"),
+        (r"^model\.visual\b", "vision"),
+    )
+    for pattern, replacement in rules:
+        path = re.sub(pattern, replacement, path)
+    return path
+
+
+# Which named value is a module's input or output: native path pattern -> (side, name, leading axis of one).
+_AT_MODULES = [
+    (rf"{TEXT}\.embed_tokens", "output", "token_embeddings", False),
+    (rf"{TEXT}\.layers\.(\d+)", "input", r"layers.\1.layer_input", False),
+    (rf"{TEXT}\.layers\.(\d+)", "output", r"layers.\1.layer_output", False),
+    (rf"{TEXT}\.layers\.(\d+)\.self_attn", "output", r"layers.\1.self_attn.attention_output", False),
+    (rf"{TEXT}\.layers\.(\d+)\.mlp", "output", r"layers.\1.mlp.mlp_output", False),
+    (rf"{VISION}\.patch_embed", "output", "vision.patch_embeddings", True),
+    (rf"{VISION}\.blocks\.(\d+)", "input", r"vision.layers.\1.layer_input", True),
+    (rf"{VISION}\.blocks\.(\d+)", "output", r"vision.layers.\1.layer_output", True),
+    (rf"{VISION}\.blocks\.(\d+)\.attn", "output", r"vision.layers.\1.self_attn.attention_output", True),
+    (rf"{VISION}\.blocks\.(\d+)\.mlp", "output", r"vision.layers.\1.mlp.mlp_output", True),
+    (rf"{VISION}\.merger", "input", "projector.input", False),
+    (rf"{VISION}\.merger", "output", "projector.output", False),
+    ("lm_head", "output", "logits", False),
+]
+
+
+def _names_at(path, side):
+    for pattern, at, name, leading in _AT_MODULES:
+        match = re.fullmatch(pattern, path)
+        if match and at == side:
+            yield match.expand(name), leading
+
+
+class _Recorder:
+    def __init__(self, model, edits):
+        self.model, self.edits, self.edited = model, edits, set()
+        self.run = Run()
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.attending = None  # the attention module whose forward runs
+        self.segments = {}  # vision attention site -> [(q, k, v, scores, probabilities)] per image
+        self.taps = None
+
+    @contextmanager
+    def watching(self):
+        with ExitStack() as stack:
+            for module in self.paths:
+                stack.callback(module.register_forward_pre_hook(self.before, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(self.after, with_kwargs=True).remove)
+            functions = modeling.ALL_ATTENTION_FUNCTIONS
+            for target, name, wrapper in (
+                (modeling, "eager_attention_forward", self.attention(modeling.eager_attention_forward)),
+                (modeling, "apply_rotary_pos_emb_vision", self.rotary(modeling.apply_rotary_pos_emb_vision)),
+                (self.model.model, "get_image_features", self.features(self.model.model.get_image_features)),
+            ):
+                stack.enter_context(mock.patch.object(target, name, wrapper))
+            sdpa = self.attention(functions["sdpa"])
+            stack.enter_context(mock.patch.object(functions, "_local_mapping", {"sdpa": sdpa}))
+            yield
+
+    def named(self, name, tensor):
+        """Passes a named value by: notes the order, applies an edit, keeps the value."""
+        self.run.order.append(name)
+        if name in self.edits:
+            tensor = self.edits[name](tensor.clone())
+            self.edited.add(name)
+        self.run.values[name] = tensor
+        return tensor
+
+    def at(self, path, side, tensor):
+        """The named values and native edits that live at one side of a module."""
+        key = f"{path}.{side}"
+        if key in self.edits:
+            tensor = self.edits[key](tensor.clone())
+            self.edited.add(key)
+        for name, leading in _names_at(path, side):
+            tensor = self.named(name, tensor[None])[0] if leading else self.named(name, tensor)
+        return tensor
+
+    def before(self, module, args, kwargs):
+        path = self.paths[module]
+        assert path not in self.run.calls, f"{path} is called twice"
+        args, kwargs = list(args), dict(kwargs)
+        if re.search(r"(o_proj|attn\.proj)$", path):
+            args[0] = self.heads(args[0])
+        self.run.order.append(f"{path}.inputs")
+        if path == TEXT and kwargs.get("deepstack_visual_embeds") is not None:
+            kwargs["deepstack_visual_embeds"] = self.deepstack(kwargs["deepstack_visual_embeds"])
+        if isinstance(module, (modeling.Qwen3VLVisionAttention, modeling.Qwen3VLTextAttention)):
+            self.attending = path
+        if args and isinstance(args[0], torch.Tensor):
+            args[0] = self.at(path, "input", args[0])
+        elif isinstance(kwargs.get("hidden_states"), torch.Tensor):
+            kwargs["hidden_states"] = self.at(path, "input", kwargs["hidden_states"])
+        self.run.calls[path] = Call(tuple(args), kwargs)
+        return tuple(args), kwargs
+
+    def after(self, module, args, kwargs, output):
+        path = self.paths[module]
+        if path.endswith("attn.qkv"):
+            output = self.vision_values(output)
+        if isinstance(output, torch.Tensor):
+            output = self.at(path, "output", output)
+        elif isinstance(module, modeling.Qwen3VLTextAttention):
+            output = (self.at(path, "output", output[0]), output[1])
+        elif path == VISION:
+            output.last_hidden_state = self.named("vision.tower_output", output.last_hidden_state[None])[0]
+        self.run.order.append(f"{path}.output" if path else "output")
+        self.run.calls[path].output = _frozen(output)
+        layer = re.fullmatch(rf"{TEXT}\.layers\.(\d+)", path)
+        if layer and self.taps is not None and int(layer[1]) < len(self.taps):
+            self.run.order.append(f"layers.{layer[1]}.deepstack_output")
+        return output
+
+    def deepstack(self, features):
+        """DeepStack features are made in the tower and added, one per block, by the text model."""
+        used = min(len(features), len(self.model.model.language_model.layers))
+        self.taps = features[:used]
+        edited = list(features)
+        for k in range(used):
+            edited[k] = self.named(f"layers.{k}.deepstack_output", features[k])
+            self.run.order.pop()  # the add, where the value is served, comes after block k
+        return edited
+
+    def features(self, original):
+        def get_image_features(*args, **kwargs):
+            output = original(*args, **kwargs)
+            sizes = [len(part) for part in output.pooler_output]
+            whole = self.named("vision.image_features", torch.cat(output.pooler_output))
+            output.pooler_output = whole.split(sizes)
+            return output
+
+        return get_image_features
+
+    def site(self):
+        return standard(self.attending)
+
+    def heads(self, flat):
+        """[..., heads * head_dim] entering the output projection is [batch, seq, heads, head_dim]."""
+        attention = self.model.get_submodule(self.attending)
+        shape = flat.shape if flat.ndim == 3 else (1, *flat.shape)
+        heads = flat.reshape(*shape[:2], -1, attention.head_dim)
+        return self.named(f"{self.site()}.attention_head_outputs", heads).reshape(flat.shape)
+
+    def vision_values(self, qkv):
+        """Vision values are a third of the fused projection: [patches, 3, heads, head_dim]."""
+        name = f"{self.site()}.attention_values"
+        if name not in self.edits:
+            return qkv
+        heads = self.model.get_submodule(self.attending).num_heads
+        parts = qkv.reshape(len(qkv), 3, heads, -1).clone()
+        parts[:, 2] = self.edits[name](parts[:, 2].transpose(0, 1)[None].clone())[0].transpose(0, 1)
+        self.edited.add(name)
+        return parts.reshape(qkv.shape)
+
+    def rotary(self, original):
+        def apply_rotary_pos_emb_vision(*args):
+            rotated = []
+            for name, x in zip(("queries", "keys"), original(*args)):
+                site = f"{self.site()}.attention_{name}"
+                if site in self.edits:
+                    x = self.edits[site](x.transpose(0, 1)[None].clone())[0].transpose(0, 1)
+                    self.edited.add(site)
+                rotated.append(x)
+            return tuple(rotated)
+
+        return apply_rotary_pos_emb_vision
+
+    def attention(self, original):
+        def forward(module, query, key, value, attention_mask, scaling, **kwargs):
+            if isinstance(module, modeling.Qwen3VLVisionAttention):
+                return self.vision_attention(original, module, query, key, value, scaling, kwargs)
+            site = self.site()
+            query = self.named(f"{site}.attention_queries", query)
+            key = self.named(f"{site}.attention_keys", key)
+            value = self.named(f"{site}.attention_values", value)
+            groups = module.num_key_value_groups
+            scores = torch.matmul(query, modeling.repeat_kv(key, groups).transpose(2, 3)) * scaling
+            scores = self.named(f"{site}.attention_scores", scores + self.mask(attention_mask, query))
+            pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+            pattern = self.named(f"{site}.attention_probabilities", pattern)
+            output = original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+            if {f"{site}.attention_scores", f"{site}.attention_probabilities"} & self.edited:
+                heads = torch.matmul(pattern, modeling.repeat_kv(value, groups)).transpose(1, 2).contiguous()
+                return heads, (pattern if output[1] is not None else None)
+            return output
+
+        return forward
+
+    def mask(self, attention_mask, query):
+        """Eager attention gets the additive mask; sdpa a boolean one, or none at all for a causal prompt."""
+        if attention_mask is not None and attention_mask.is_floating_point():
+            return attention_mask
+        if attention_mask is None:
+            return additive_mask(torch.ones(query.shape[0], query.shape[2]), query.dtype)
+        return torch.where(attention_mask, torch.tensor(0.0, dtype=query.dtype), torch.finfo(query.dtype).min)
+
+    def vision_attention(self, original, module, query, key, value, scaling, kwargs):
+        """Called once per image: the whole row is the calls' arguments put back together."""
+        site = self.site()
+        if site not in self.segments:
+            self.segments[site] = []
+            names = ("queries", "keys", "values")
+            self.run.order += [f"{site}.attention_{name}" for name in names]
+            self.run.order += [f"{site}.image_attention_{name}" for name in ("scores", "probabilities")]
+        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+        pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        self.segments[site].append((query, key, value, scores[0], pattern[0]))
+        return original(module, query, key, value, attention_mask=None, scaling=scaling,
+                        **{k: v for k, v in kwargs.items() if k != "attention_mask"})
+
+    def finish(self, attention_mask):
+        for site, segments in self.segments.items():
+            query, key, value, scores, patterns = zip(*segments)
+            for name, parts in (("queries", query), ("keys", key), ("values", value)):
+                self.run.values[f"{site}.attention_{name}"] = torch.cat(parts, dim=2)
+            self.run.values[f"{site}.image_attention_scores"] = scores
+            self.run.values[f"{site}.image_attention_probabilities"] = patterns
+        last = self.run.logits.shape[1] - 1 - attention_mask.flip(1).argmax(1)
+        rows = self.run.logits[torch.arange(len(last)), last]
+        self.run.values["next_token_probs"] = rows.softmax(-1)
+        self.run.order.append("next_token_probs")
+
+
+def _frozen(output):
+    """A snapshot of an output object that a caller goes on to change."""
+    return type(output)(**output) if hasattr(output, "items") else output

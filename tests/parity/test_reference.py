@@ -1,0 +1,95 @@
+"""The recorder is trusted only as far as these tests reach: watching changes nothing, and what it wrote down adds up."""
+
+import re
+
+import pytest
+import torch
+
+import tiny
+from parity import reference
+from parity.cases import CASES
+
+MODELS = [*tiny.CONFIGS, "demo"]
+IMPLEMENTATIONS = ["eager", "sdpa"]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_watching_leaves_the_logits_as_they_are(name, attention, case, reference_model, reference_run, inputs):
+    plain = reference.plain(reference_model(name, attention), inputs(name, case))
+    assert torch.equal(reference_run(name, attention, case).logits, plain)
+
+
+@pytest.mark.parametrize("case", ["one_image", "two_images", "padded_mixed"])
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_values_obey_the_block_and_deepstack_identities(name, attention, case, reference_run):
+    values = reference_run(name, attention, case).values
+    calls = reference_run(name, attention, case).calls
+    for tower in ("", "vision."):
+        blocks = sum(key.startswith(f"{tower}layers.") and key.endswith(".layer_input") for key in values)
+        assert blocks
+        for i in range(blocks):
+            at = f"{tower}layers.{i}"
+            middle = values[f"{at}.layer_input"] + values[f"{at}.self_attn.attention_output"]
+            assert torch.equal(middle + values[f"{at}.mlp.mlp_output"], values[f"{at}.layer_output"])
+            heads = values[f"{at}.self_attn.attention_head_outputs"]
+            assert heads.shape[1] == values[f"{at}.layer_input"].shape[1]
+            assert heads.transpose(1, 2).shape == values[f"{at}.self_attn.attention_queries"].shape
+    mask, features = values["vision.image_token_mask"], values["vision.image_features"]
+    assert torch.equal(values["layers.0.layer_input"][mask], features)
+    taps = sum(key.endswith("deepstack_output") for key in values)
+    assert taps
+    for k in range(taps):
+        following = f"layers.{k + 1}.layer_input"
+        entering = values[following] if following in values else calls["model.language_model.norm"].args[0]
+        out = values[f"layers.{k}.layer_output"]
+        assert torch.equal(entering[mask], out[mask] + values[f"layers.{k}.deepstack_output"])
+        assert torch.equal(entering[~mask], out[~mask])
+
+
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_recorded_pattern_makes_the_recorded_heads_under_eager(name, reference_run):
+    values = reference_run(name, "eager", "padded_mixed").values
+    at = "layers.1.self_attn"
+    groups = values[f"{at}.attention_queries"].shape[1] // values[f"{at}.attention_keys"].shape[1]
+    value = values[f"{at}.attention_values"].repeat_interleave(groups, dim=1)
+    heads = values[f"{at}.attention_probabilities"] @ value
+    assert torch.equal(heads.transpose(1, 2), values[f"{at}.attention_head_outputs"])
+
+
+FIXED = ("input_ids", "attention_mask", "next_token_probs", "vision.image_token_mask")
+
+
+@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+def test_an_edit_that_changes_nothing_is_neutral_and_one_that_does_moves_the_logits(
+    attention, reference_model, reference_run, inputs
+):
+    name, case = "unordered_taps", "two_images"
+    model, watched = reference_model(name, attention), reference_run(name, attention, case)
+    for site, value in watched.values.items():
+        elsewhere = re.search(r"layers\.[023]", site) and "deepstack" not in site
+        if site in FIXED or "image_attention" in site or elsewhere:
+            continue
+        same = reference.run(model, inputs(name, case), {site: lambda x: x})
+        recomputed = attention == "sdpa" and site.endswith(("attention_scores", "attention_probabilities"))
+        if recomputed:  # heads are then made from the pattern, not by the fused kernel
+            torch.testing.assert_close(same.logits, watched.logits, rtol=1e-4, atol=1e-4)
+        else:
+            assert torch.equal(same.logits, watched.logits), site
+        moved = reference.run(model, inputs(name, case), {site: lambda x: x.roll(1, dims=-1)})
+        assert torch.equal(moved.values[site], value.roll(1, dims=-1)), site
+        change = (moved.logits - watched.logits).abs().max()
+        assert change > 1e-2 or site == "vision.tower_output", (site, change)
+
+
+def test_a_tapped_block_is_followed_by_its_own_merger(reference_run):
+    order = reference_run("unordered_taps", "eager", "one_image").order
+    at = order.index
+    assert at("vision.layers.0.layer_output") < at("model.visual.deepstack_merger_list.1.inputs")
+    assert at("model.visual.deepstack_merger_list.1.output") < at("vision.layers.1.layer_input")
+    assert at("vision.layers.2.layer_output") < at("model.visual.deepstack_merger_list.0.inputs")
+    assert at("model.visual.deepstack_merger_list.0.output") < at("vision.layers.3.layer_input")
+    assert at("projector.output") < at("vision.tower_output") < at("vision.image_features") < at("layers.0.layer_input")
+    assert at("layers.1.layer_output") < at("layers.1.deepstack_output") < at("layers.2.layer_input")

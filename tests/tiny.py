@@ -1,0 +1,142 @@
+"""Tiny random Qwen3-VL checkpoints in the hub's format, each of another shape.
+
+Weights are scaled by fan-in, norms lie away from one and biases away from zero, so that a wrong axis, a swapped
+bias or a missing add moves the logits far beyond any tolerance. Tokenizer and processor files are the built-in
+model's, with the checkpoint's own patch size.
+"""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import torch
+
+DEMO = Path(__file__).resolve().parents[1] / "demo" / "model"
+PROCESSOR_FILES = (
+    "chat_template.jinja",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+)
+
+VOCABULARY = 704
+PAD, IM_END, VISION_START, VISION_END, IMAGE, VIDEO = 695, 697, 698, 699, 701, 702
+
+
+def _config(text, vision, tied, mrope_section, theta=5e6):
+    return {
+        "text_config": {
+            "vocab_size": VOCABULARY,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "bos_token_id": PAD,
+            "eos_token_id": IM_END,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": theta,
+                "mrope_section": mrope_section,
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": tied,
+            **text,
+        },
+        "vision_config": {
+            "hidden_act": "gelu_pytorch_tanh",
+            "in_channels": 3,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": text["hidden_size"],
+            **vision,
+        },
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+        "tie_word_embeddings": tied,
+    }
+
+
+CONFIGS = {
+    # head_dim 16 where hidden / heads is 12; more text layers than taps; a 4 x 4 position table.
+    "dense": _config(
+        dict(hidden_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=4,
+             intermediate_size=96, rms_norm_eps=1e-6, attention_bias=False),
+        dict(depth=4, hidden_size=32, num_heads=2, intermediate_size=64, num_position_embeddings=16,
+             deepstack_visual_indexes=[0, 2]),
+        tied=False, mrope_section=[4, 2, 2]),
+    # One key/value head, biased projections, a vision head of 72, an 8 x 8 table, a large epsilon.
+    "one_kv_head": _config(
+        dict(hidden_size=40, num_attention_heads=5, num_key_value_heads=1, head_dim=24, num_hidden_layers=3,
+             intermediate_size=72, rms_norm_eps=1e-3, attention_bias=True),
+        dict(depth=3, hidden_size=144, num_heads=2, intermediate_size=96, num_position_embeddings=64,
+             deepstack_visual_indexes=[1, 2]),
+        tied=True, mrope_section=[4, 4, 4]),
+    # As many key/value heads as query heads, a vision head of 12, three taps with gaps, five text layers.
+    "ungrouped": _config(
+        dict(hidden_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=32, num_hidden_layers=5,
+             intermediate_size=64, rms_norm_eps=1e-5, attention_bias=False),
+        dict(depth=5, hidden_size=48, num_heads=4, intermediate_size=80, num_position_embeddings=36,
+             deepstack_visual_indexes=[0, 1, 4]),
+        tied=False, mrope_section=[6, 5, 5], theta=1e4),
+    # Fewer text layers than taps: the last tap's features are made and never added.
+    "two_layers": _config(
+        dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_hidden_layers=2,
+             intermediate_size=128, rms_norm_eps=1e-4, attention_bias=False),
+        dict(depth=3, hidden_size=64, num_heads=2, intermediate_size=96, num_position_embeddings=49,
+             deepstack_visual_indexes=[0, 1, 2]),
+        tied=True, mrope_section=[4, 2, 2]),
+    # Taps listed out of order (merger k belongs to the k-th name, features add in the order of the blocks),
+    # patches of 8 pixels, a head of eight, one vision head of 40, a 3 x 3 table.
+    "unordered_taps": _config(
+        dict(hidden_size=64, num_attention_heads=8, num_key_value_heads=4, head_dim=8, num_hidden_layers=4,
+             intermediate_size=64, rms_norm_eps=1e-6, attention_bias=True),
+        dict(depth=4, hidden_size=40, num_heads=1, intermediate_size=48, num_position_embeddings=9, patch_size=8,
+             deepstack_visual_indexes=[2, 0]),
+        tied=False, mrope_section=[2, 1, 1]),
+}
+
+
+@torch.no_grad()
+def randomise(model, seed):
+    """Fills every parameter, in the order of names: matrices by fan-in, norms in 0.5 .. 1.5, biases around zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if "embed_tokens" in name:  # a tied embedding is the head as well: keep the logits of order one
+            std = 1.4 / math.sqrt(parameter.shape[1]) if model.config.tie_word_embeddings else 1.0
+            parameter.normal_(0, std, generator=generator)
+        elif "pos_embed" in name:
+            parameter.normal_(0, 0.5, generator=generator)
+        elif parameter.ndim >= 2:
+            parameter.normal_(0, 1.2 / math.sqrt(parameter[0].numel()), generator=generator)
+        elif "norm" in name and name.endswith("weight"):
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        else:
+            parameter.normal_(0, 0.2, generator=generator)
+
+
+def copy_processor_files(folder, patch_size=16):
+    """Gives a checkpoint folder the tokenizer, the chat template and the processor settings of the built-in model."""
+    for name in PROCESSOR_FILES:
+        shutil.copyfile(DEMO / name, folder / name)
+    settings = json.loads((DEMO / "preprocessor_config.json").read_text())
+    settings["patch_size"] = patch_size
+    settings["size"] = {"shortest_edge": 16 * patch_size**2, "longest_edge": 64 * patch_size**2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def build(name, folder, dtype=torch.float32, **save_options):
+    """Writes the checkpoint `name` of `CONFIGS` into `folder` and returns the folder."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    config = Qwen3VLConfig(**json.loads(json.dumps(CONFIGS[name])))
+    model = Qwen3VLForConditionalGeneration(config)
+    randomise(model, seed=sorted(CONFIGS).index(name) + 1)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(folder, **save_options)
+    copy_processor_files(folder, config.vision_config.patch_size)
+    return folder
