@@ -48,3 +48,9 @@ def difference(ours, theirs, tolerance=0.0):
         return None if ours == theirs else f"is {ours!r}, not {theirs!r}"
     found = [f"{key} {text}" for key, a, b in pairs if (text := difference(a, b, tolerance))]
     return "; ".join(found) or None
+
+
+def collect(model, inputs, *sites):
+    """The values of `sites`, read in the order given in one trace."""
+    with model.trace(**inputs):
+        return [resolve(model, site).save() for site in sites]

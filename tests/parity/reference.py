@@ -33,7 +33,7 @@ class Call:
 class Run:
     """What one forward of transformers did.
 
-    values  named value -> tensor (a tuple of tensors for the per-image patterns)
+    values  named value -> tensor
     calls   native module path -> Call
     order   named values, `<path>.inputs` and `<path>.output`, as the forward comes by them
     """
@@ -142,7 +142,7 @@ class _Recorder:
         self.run = Run()
         self.paths = {module: path for path, module in model.named_modules()}
         self.attending = None  # the attention module whose forward runs
-        self.segments = {}  # vision attention site -> [(q, k, v, scores, probabilities)] per image
+        self.segments = {}  # vision attention site -> [(q, k, v)], one per image
         self.taps = None
 
     @contextmanager
@@ -304,22 +304,15 @@ class _Recorder:
         site = self.site()
         if site not in self.segments:
             self.segments[site] = []
-            names = ("queries", "keys", "values")
-            self.run.order += [f"{site}.attention_{name}" for name in names]
-            self.run.order += [f"{site}.image_attention_{name}" for name in ("scores", "probabilities")]
-        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
-        pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-        self.segments[site].append((query, key, value, scores[0], pattern[0]))
+            self.run.order += [f"{site}.attention_{name}" for name in ("queries", "keys", "values")]
+        self.segments[site].append((query, key, value))
         return original(module, query, key, value, attention_mask=None, scaling=scaling,
                         **{k: v for k, v in kwargs.items() if k != "attention_mask"})
 
     def finish(self, attention_mask):
         for site, segments in self.segments.items():
-            query, key, value, scores, patterns = zip(*segments)
-            for name, parts in (("queries", query), ("keys", key), ("values", value)):
+            for name, parts in zip(("queries", "keys", "values"), zip(*segments)):
                 self.run.values[f"{site}.attention_{name}"] = torch.cat(parts, dim=2)
-            self.run.values[f"{site}.image_attention_scores"] = scores
-            self.run.values[f"{site}.image_attention_probabilities"] = patterns
         last = self.run.logits.shape[1] - 1 - attention_mask.flip(1).argmax(1)
         rows = self.run.logits[torch.arange(len(last)), last]
         self.run.values["next_token_probs"] = rows.softmax(-1)
