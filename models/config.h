@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -82,13 +83,13 @@ struct Config {
 /// listed as ignored), `rms_norm_eps` (1e-6), both `hidden_act`, `in_channels` (3), the four token
 /// ids, `tie_word_embeddings` (text_config's, else false; an absent head is then an error), the
 /// tower's `rope_theta` (10000), `max_position_embeddings` (128000, not part of the arithmetic), and
-/// the rotary settings as a whole, with a note, where they fit `head_dim`. A `rope_theta` missing
-/// from rotary settings that are otherwise there is an error: the class default (5e5) is not the
-/// shipped base (5e6).
+/// `mrope_section`, or the rotary settings as a whole (with a note), where [24, 20, 20] fits
+/// `head_dim`. A `rope_theta` missing from rotary settings that are there is an error: the class
+/// default (5e5) is not the shipped base (5e6).
 ///
 /// `where` is the path that messages begin with. Raises ConfigError naming the key and what was
 /// found, UnsupportedFamily for another `model_type`.
-Config parse_config(const std::string& json_text, const std::string& where);
+Config parse_config(std::string_view json_text, const std::string& where);
 
 /// Reads `folder`/config.json. Raises CheckpointNotFound where the folder or the file is missing,
 /// CheckpointError where `folder` is a file, and whatever parse_config raises.
