@@ -58,7 +58,7 @@ def _interpreter(ctx):
 
 def _python_torch_impl(ctx):
     # Naming the pins makes this rule run again when they change.
-    ctx.path(Label("//third_party/python:runtime.txt"))
+    ctx.path(Label("//third_party/python:requirements.txt"))
     found = ctx.execute(
         [_interpreter(ctx), str(ctx.path(Label("//third_party:locate_torch.py")))],
         environment = {"PYTHONPATH": ctx.os.environ.get("VLSCOPE_PYTHONPATH", "")},
