@@ -111,6 +111,22 @@ def standard(path):
     return path
 
 
+def reading_list(run):
+    """(site to read, name in the reference), in forward order; modules under both of their paths."""
+    for name in run.order:
+        path, _, side = name.rpartition(".")
+        if name in run.values:
+            yield name, name
+        elif path and side == "inputs":
+            yield from ((f"{at}.{part}", f"{path}.{part}") for at in paths(path) for part in ("inputs", "input"))
+        elif path:
+            yield from ((f"{at}.output", name) for at in paths(path))
+
+
+def paths(native):
+    return dict.fromkeys((native, standard(native)))
+
+
 # Which named value is a module's input or output: native path pattern -> (side, name, leading axis of one).
 _AT_MODULES = [
     (rf"{TEXT}\.embed_tokens", "output", "token_embeddings", False),

@@ -60,22 +60,6 @@ def shaped(site, ours):
     return ours
 
 
-def reading_list(run):
-    """(site to read, name in the reference), in forward order; modules under both of their paths."""
-    for name in run.order:
-        path, _, side = name.rpartition(".")
-        if name in run.values:
-            yield name, name
-        elif path and side == "inputs":
-            yield from ((f"{at}.{part}", f"{path}.{part}") for at in paths(path) for part in ("inputs", "input"))
-        elif path:
-            yield from ((f"{at}.output", name) for at in paths(path))
-
-
-def paths(native):
-    return dict.fromkeys((native, reference.standard(native)))
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
@@ -83,7 +67,7 @@ def test_every_value_equals_transformers(name, attention, case, vlscope_model, r
     model, run = vlscope_model(name, attention), reference_run(name, attention, case)
     served, faults = {}, []
     with model.trace(**inputs(name, case)) as tracer:
-        for site, key in reading_list(run):
+        for site, key in reference.reading_list(run):
             try:
                 served[site] = key, resolve(model, site)
             except Exception as error:
