@@ -1,0 +1,270 @@
+#include "core/weights.h"
+
+#include <ATen/ops/full.h>
+#include <c10/core/InferenceMode.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "core/errors.h"
+#include "tests/core/checkpoint_files.h"
+
+namespace vlscope {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+const std::string kEmbed = "model.language_model.embed_tokens.weight";
+const std::string kNorm = "model.language_model.norm.weight";
+const std::string kPositions = "model.visual.pos_embed.weight";
+const std::string kHead = "lm_head.weight";
+
+/// A model of four weights, as a module tree would declare it.
+struct Toy {
+  explicit Toy(bool tied)
+      : specs{{kEmbed, {2, 2}, &embed},
+              {kNorm, {2}, &norm},
+              {kPositions, {3, 1}, &positions},
+              {kHead, {2, 2}, &head, tied ? kEmbed : ""}} {}
+
+  LoadReport load(const std::vector<FileTensor>& stored, const LoadOptions& options = {}) {
+    const TempFolder folder;
+    folder.write("model.safetensors", safetensors_file(stored));
+    return load_weights(specs, Checkpoint::open(folder.path()), options);
+  }
+
+  std::string refusal(const std::vector<FileTensor>& stored) {
+    const std::string message = message_of<CheckpointError>([&] { load(stored); });
+    EXPECT_FALSE(embed.defined() || norm.defined() || positions.defined() || head.defined())
+        << "a refused load must leave every slot as it was";
+    return message;
+  }
+
+  at::Tensor embed, norm, positions, head;
+  std::vector<WeightSpec> specs;
+};
+
+/// All four weights, under the names given.
+std::vector<FileTensor> stored_as(const std::string& text, const std::string& visual,
+                                  const std::string& head = kHead) {
+  return {f32(text + "embed_tokens.weight", {2, 2}, {1, 2, 3, 4}),
+          f32(text + "norm.weight", {2}, {5, 6}),
+          f32(visual + "pos_embed.weight", {3, 1}, {7, 8, 9}),
+          f32(head, {2, 2}, {10, 11, 12, 13})};
+}
+
+std::vector<FileTensor> stored() { return stored_as("model.language_model.", "model.visual."); }
+
+std::vector<FileTensor> stored_without(const std::string& name) {
+  auto tensors = stored();
+  std::erase_if(tensors, [&](const FileTensor& tensor) { return tensor.name == name; });
+  return tensors;
+}
+
+/// `stored()` with the norm replaced.
+std::vector<FileTensor> stored_with_norm(const FileTensor& norm) {
+  auto tensors = stored();
+  tensors[1] = norm;
+  return tensors;
+}
+
+std::vector<float> floats(const at::Tensor& tensor) {
+  const at::Tensor wide = tensor.to(at::kFloat).contiguous();
+  return {wide.const_data_ptr<float>(), wide.const_data_ptr<float>() + wide.numel()};
+}
+
+TEST(CanonicalWeightName, MapsEverySpellingToTheModulePathAndIsIdempotent) {
+  const std::vector<std::pair<std::string, std::string>> names = {
+      {"visual.blocks.0.norm1.weight", "model.visual.blocks.0.norm1.weight"},
+      {"model.visual.merger.norm.bias", "model.visual.merger.norm.bias"},
+      {"model.layers.3.mlp.up_proj.weight", "model.language_model.layers.3.mlp.up_proj.weight"},
+      {"model.embed_tokens.weight", kEmbed},
+      {"model.norm.weight", kNorm},
+      {"language_model.norm.weight", kNorm},
+      {"norm.weight", kNorm},
+      {kHead, kHead},
+      {"mtp.norm.weight", "mtp.norm.weight"},
+      {"modelling.visual.x", "modelling.visual.x"},
+  };
+  for (const auto& [name, canonical] : names) {
+    EXPECT_EQ(canonical_weight_name(name), canonical);
+    EXPECT_EQ(canonical_weight_name(canonical), canonical);
+  }
+}
+
+TEST(CountWeights, LeavesTiedWeightsOut) {
+  const WeightCount untied = count_weights(Toy(false).specs);
+  EXPECT_EQ(untied.tensors, 4);
+  EXPECT_EQ(untied.parameters, 13);
+  const WeightCount tied = count_weights(Toy(true).specs);
+  EXPECT_EQ(tied.tensors, 3);
+  EXPECT_EQ(tied.parameters, 9);
+}
+
+TEST(LoadWeights, FillsEverySlotFromAnyPrefixes) {
+  const std::vector<std::array<std::string, 2>> prefixes = {
+      {"model.language_model.", "model.visual."},
+      {"model.", "visual."},
+      {"language_model.", "visual."},
+      {"model.language_model.", "visual."}};
+  for (const auto& [text, visual] : prefixes) {
+    Toy toy(false);
+    const LoadReport report = toy.load(stored_as(text, visual));
+    EXPECT_THAT(floats(toy.embed), ElementsAre(1, 2, 3, 4));
+    EXPECT_THAT(floats(toy.norm), ElementsAre(5, 6));
+    EXPECT_THAT(floats(toy.positions), ElementsAre(7, 8, 9));
+    EXPECT_THAT(floats(toy.head), ElementsAre(10, 11, 12, 13));
+    EXPECT_THAT(report.ignored, IsEmpty());
+    EXPECT_THAT(report.converted, IsEmpty());
+    EXPECT_THAT(report.tied, IsEmpty());
+  }
+}
+
+TEST(LoadWeights, UsesStoredBytesInPlaceAndCopiesThemWhenAsked) {
+  const TempFolder folder;
+  folder.write("model.safetensors", safetensors_file(stored()));
+  const Checkpoint checkpoint = Checkpoint::open(folder.path());
+  Toy toy(false);
+  load_weights(toy.specs, checkpoint);
+  EXPECT_EQ(toy.norm.data_ptr(), checkpoint.tensor(kNorm).data_ptr());
+  EXPECT_FALSE(toy.norm.requires_grad());
+  LoadOptions copying;
+  copying.copy = true;
+  load_weights(toy.specs, checkpoint, copying);
+  EXPECT_NE(toy.norm.data_ptr(), checkpoint.tensor(kNorm).data_ptr());
+  EXPECT_THAT(floats(toy.norm), ElementsAre(5, 6));
+}
+
+TEST(LoadWeights, GivesWeightsAVersionCounterUnderInferenceMode) {
+  const c10::InferenceMode mode;
+  Toy toy(false);
+  toy.load(stored());
+  EXPECT_FALSE(toy.embed.is_inference());
+}
+
+TEST(LoadWeights, TiesAHeadThatIsNotStoredToTheStorageOfTheEmbedding) {
+  Toy toy(true);
+  const LoadReport report = toy.load(stored_without(kHead));
+  EXPECT_TRUE(toy.head.is_alias_of(toy.embed));
+  EXPECT_THAT(report.tied, ElementsAre(kHead));
+}
+
+TEST(LoadWeights, PrefersAStoredHeadToATie) {
+  Toy toy(true);
+  const LoadReport report = toy.load(stored());
+  EXPECT_THAT(floats(toy.head), ElementsAre(10, 11, 12, 13));
+  EXPECT_THAT(report.tied, IsEmpty());
+}
+
+TEST(LoadWeights, RefusesAMissingWeightNamingItAndTheCounts) {
+  EXPECT_THAT(Toy(false).refusal(stored_without(kHead)),
+              AllOf(HasSubstr(kHead), HasSubstr("[2, 2]"), HasSubstr("1 of the model's 4")));
+  EXPECT_THAT(Toy(true).refusal(stored_without(kNorm)), HasSubstr(kNorm));
+  EXPECT_THAT(Toy(true).refusal(stored_without(kEmbed)), HasSubstr(kEmbed));
+}
+
+TEST(LoadWeights, RefusesAWrongShapeNamingBoth) {
+  EXPECT_THAT(Toy(false).refusal(stored_with_norm(f32(kNorm, {3}, {1, 2, 3}))),
+              AllOf(HasSubstr(kNorm), HasSubstr("[3]"), HasSubstr("[2]")));
+  EXPECT_THAT(Toy(false).refusal(stored_with_norm(f32(kNorm, {2, 1}, {1, 2}))),
+              HasSubstr("[2, 1]"));
+}
+
+TEST(LoadWeights, ReportsTensorsOfNoUseInTheOrderOfTheFile) {
+  auto tensors = stored();
+  tensors.push_back(f32("foo.bar", {1}, {0}));
+  tensors.push_back(f32("model.rotary_emb.inv_freq", {1}, {0}));
+  EXPECT_THAT(Toy(false).load(tensors).ignored,
+              ElementsAre("foo.bar", "model.rotary_emb.inv_freq"));
+}
+
+TEST(LoadWeights, RefusesTwoStoredNamesForOneWeight) {
+  auto tensors = stored();
+  tensors.push_back(f32("model.norm.weight", {2}, {0, 0}));
+  EXPECT_THAT(Toy(false).refusal(tensors),
+              AllOf(HasSubstr("\"model.norm.weight\""), HasSubstr("\"" + kNorm + "\"")));
+}
+
+TEST(LoadWeights, RefusesAWrapperPrefixNamingAFirstNameAndAnExpectedOne) {
+  EXPECT_THAT(Toy(false).refusal(stored_as("module.model.", "module.visual.", "module.lm_head.w")),
+              AllOf(HasSubstr("\"module.model.embed_tokens.weight\""), HasSubstr(kEmbed),
+                    HasSubstr("4 stored")));
+}
+
+TEST(LoadWeights, RefusesWeightsInDtypesThatAreNotFloatingPointOfSixteenOrThirtyTwoBits) {
+  const std::vector<std::pair<std::string, std::size_t>> dtypes = {
+      {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"U8", 1}, {"I8", 1}, {"I32", 4}, {"F64", 8}, {"BOOL", 1}};
+  for (const auto& [dtype, width] : dtypes) {
+    EXPECT_THAT(
+        Toy(false).refusal(stored_with_norm({kNorm, dtype, {2}, std::string(2 * width, '\0')})),
+        AllOf(HasSubstr(kNorm), HasSubstr(dtype)));
+  }
+}
+
+TEST(LoadWeights, NamesThePackedDtypeBeforeTheHalvedShape) {
+  EXPECT_THAT(Toy(false).refusal(stored_with_norm({kNorm, "U8", {1}, "a"})), HasSubstr("U8"));
+}
+
+TEST(LoadWeights, RefusesTheScalesOfAQuantisation) {
+  for (const std::string name :
+       {"norm.weight_scale", "norm.weight_scale_inv", "norm.input_scale", "norm.weight_zero_point",
+        "norm.qweight", "norm.qzeros", "norm.g_idx", "norm.scales", "norm.weight.absmax",
+        "norm.weight.quant_state.bitsandbytes__nf4", "norm.SCB"}) {
+    auto tensors = stored();
+    tensors.push_back(f32("model.language_model." + name, {1}, {0}));
+    EXPECT_THAT(Toy(false).refusal(tensors), AllOf(HasSubstr(name), HasSubstr("quantis")));
+  }
+}
+
+FileTensor half_norm(const std::string& dtype) {
+  // 1.0 and 2.0: bfloat16 0x3f80 0x4000, float16 0x3c00 0x4000.
+  const bool bf16 = dtype == "BF16";
+  return {kNorm, dtype, {2}, bytes_of<uint16_t>({uint16_t(bf16 ? 0x3f80 : 0x3c00), 0x4000})};
+}
+
+TEST(LoadWeights, ConvertsMixedFilesToTheDtypeOfMostParameters) {
+  for (const std::string dtype : {"BF16", "F16"}) {
+    Toy toy(false);
+    const LoadReport report = toy.load(stored_with_norm(half_norm(dtype)));
+    EXPECT_EQ(report.dtype, at::kFloat);
+    EXPECT_THAT(report.converted, ElementsAre(kNorm));
+    EXPECT_EQ(toy.norm.scalar_type(), at::kFloat);
+    EXPECT_THAT(floats(toy.norm), ElementsAre(1, 2));
+  }
+}
+
+TEST(LoadWeights, KeepsASixteenBitDtypeThatHoldsMostParameters) {
+  Toy toy(true);
+  const std::string four = bytes_of<uint16_t>({0x3f80, 0x3f80, 0x3f80, 0x3f80});
+  const LoadReport report = toy.load({{kEmbed, "BF16", {2, 2}, four},
+                                      f32(kNorm, {2}, {1, 2}),
+                                      {kPositions, "BF16", {3, 1}, four.substr(0, 6)}});
+  EXPECT_EQ(report.dtype, at::kBFloat16);
+  EXPECT_EQ(toy.norm.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(toy.embed.scalar_type(), at::kBFloat16);
+}
+
+TEST(LoadWeights, ConvertsToTheDtypeAskedFor) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kDouble}) {
+    Toy toy(false);
+    LoadOptions options;
+    options.dtype = dtype;
+    EXPECT_EQ(toy.load(stored(), options).converted.size(), 4u);
+    EXPECT_EQ(toy.embed.scalar_type(), dtype);
+    EXPECT_THAT(floats(toy.positions), ElementsAre(7, 8, 9));
+  }
+}
+
+TEST(LoadWeights, RefusesToRunInIntegers) {
+  LoadOptions options;
+  options.dtype = at::kInt;
+  EXPECT_THAT(message_of<InputError>([&] { Toy(false).load(stored(), options); }),
+              HasSubstr("Int"));
+}
+
+}  // namespace
+}  // namespace vlscope
