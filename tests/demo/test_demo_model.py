@@ -1,4 +1,4 @@
-"""The built-in checkpoint through transformers' own classes: the demo's effect is in the weights."""
+"""The built-in checkpoint through transformers: what the demo shows is in the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The script that trains the built-in model: it runs, repeats itself, and saves a folder that loads."""
+"""The script that trains the built-in model: it runs, repeats itself, saves a folder that loads."""
 
 import subprocess
 import sys
