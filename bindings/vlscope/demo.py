@@ -14,7 +14,6 @@ Run it with `vlscope demo`, or copy it: it uses nothing but the public interface
 from __future__ import annotations
 
 import argparse
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -148,13 +147,13 @@ def attend(model: vlscope.StandardizedTransformer, image: Image.Image) -> torch.
 
 
 def read_prompt(model: vlscope.StandardizedTransformer, image: Image.Image) -> str:
-    """The prompt as the model sees it, with the image tokens counted."""
+    """The prompt as the model sees it, its run of image tokens shortened."""
     with model.trace(QUESTION, images=[image]):
         ids = model.input_ids.save()
+    pad = "<|image_pad|>"
     text = model.tokenizer.decode(ids[0].tolist(), skip_special_tokens=False)
-    return re.sub(
-        r"(<\|image_pad\|>)+", lambda run: f"<|image_pad|> x {run[0].count('<')}", text
-    ).strip()
+    count = text.count(pad)
+    return text.replace(pad * count, f"{pad} x {count}").strip()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,11 +250,11 @@ def run(out: Path) -> None:
     ablations = ablate(model, red)
     answer = ablations[0].answer
     print(f"prompt\n{read_prompt(model, red)}\n")
-    print(f"answer: {answer.word}, probability {answer.probability:.3f}\n")
-    print("Zeroing the paths of the image")
+    print(f"answer\n{answer.word}, probability {answer.probability:.3f}\n")
+    print("zeroing the paths of the image")
     print_ablations(ablations)
 
-    print("\nWriting a blue square's image rows into the run")
+    print("\nwriting the image rows of a blue square's run into this one")
     patching = patch(model, red, blue)
     print_patching(patching)
 
