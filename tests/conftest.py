@@ -3,9 +3,8 @@
 import functools
 
 import pytest
-import torch
-
 import tiny
+import torch
 from parity.cases import CASES
 
 
@@ -65,6 +64,4 @@ def vlscope_model(checkpoint):
     """vlscope_model(name, attention): the engine's model of the same folder."""
     import vlscope
 
-    return functools.cache(
-        lambda name, attention="sdpa": vlscope.load(checkpoint(name), attn_implementation=attention)
-    )
+    return functools.cache(lambda name, attention="sdpa": vlscope.load(checkpoint(name), attn_implementation=attention))

@@ -22,7 +22,7 @@ def write(root, site, value):
 
 
 def difference(ours, theirs, tolerance=0.0):
-    """None where both agree (bit for bit, or within `tolerance` of the largest magnitude), else a sentence that says how not."""
+    """None where both agree (to the bit, or within `tolerance` of the largest magnitude), else how they do not."""
     if isinstance(theirs, torch.Tensor):
         if not isinstance(ours, torch.Tensor):
             return f"is a {type(ours).__name__}, not a tensor"
@@ -43,7 +43,7 @@ def difference(ours, theirs, tolerance=0.0):
     elif isinstance(theirs, (tuple, list)):
         if not isinstance(ours, (tuple, list)) or len(ours) != len(theirs):
             return f"holds {len(ours) if isinstance(ours, (tuple, list)) else ours!r} elements, not {len(theirs)}"
-        pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip(ours, theirs))]
+        pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))]
     else:
         return None if ours == theirs else f"is {ours!r}, not {theirs!r}"
     found = [f"{key} {text}" for key, a, b in pairs if (text := difference(a, b, tolerance))]

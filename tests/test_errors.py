@@ -1,14 +1,14 @@
-"""Each refusal: its type, the thing and both numbers in the message, nothing computed, and the next call the same bits."""
+"""Each refusal: its type, the thing and both numbers in its message; and the next call gives the same bits."""
+# ruff: noqa: B018 - reading an attribute is the test
 
 import json
 import shutil
 
 import pytest
-import torch
-from PIL import Image
-
 import tiny
+import torch
 import vlscope
+from PIL import Image
 from vlscope import CheckpointError, ConfigError, InputError, UnsupportedFamily
 
 RED = Image.new("RGB", (64, 64), "red")
@@ -27,7 +27,11 @@ def refuses(model, inputs):
     before = model(**ordinary).logits
 
     def check(error, words, *args, **given):
-        for run in (lambda: model.trace(*args, **given).__enter__().logits, lambda: model(*args, **given)):
+        def traced():
+            with model.trace(*args, **given):
+                model.logits
+
+        for run in (traced, lambda: model(*args, **given)):
             with pytest.raises(error) as caught:
                 run()
             for word in words:
@@ -51,6 +55,7 @@ def configure(folder, change):
 
 # --- prompts ----------------------------------------------------------------------------------------------------
 
+
 def test_an_image_without_a_placeholder(refuses):
     refuses(InputError, [1, 2], PLACEHOLDER + "What?", images=[RED, RED])
 
@@ -66,8 +71,8 @@ def test_an_empty_prompt(refuses, empty):
 
 
 def test_no_prompt(model):
-    with pytest.raises((InputError, TypeError, ValueError)):
-        model.trace(None).__enter__().logits
+    with pytest.raises((TypeError, ValueError)), model.trace(None):
+        model.logits
 
 
 @pytest.mark.parametrize("wrong", [704, -1, 10**9])
@@ -80,13 +85,13 @@ def test_one_token_is_a_prompt(model):
 
 
 def test_ids_written_in_the_trace_are_checked_as_well(model):
-    with pytest.raises(InputError, match="(?s)9999.*704"):
-        with model.trace(input_ids=torch.tensor([[1, 2, 3]])):
-            model.input_ids[0, 1] = 9999
-            model.logits
+    with pytest.raises(InputError, match="(?s)9999.*704"), model.trace(input_ids=torch.tensor([[1, 2, 3]])):
+        model.input_ids[0, 1] = 9999
+        model.logits
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------
+
 
 def test_a_grid_of_another_size_than_the_pixels(refuses, inputs):
     given = dict(inputs("dense", "one_image"), image_grid_thw=torch.tensor([[1, 4, 4]]))
@@ -140,8 +145,8 @@ def test_ids_that_are_no_integers(refuses):
 
 
 def test_an_unknown_keyword(model):
-    with pytest.raises(TypeError, match="input_idz"):
-        model.trace(input_idz=torch.ones(1, 3, dtype=torch.long)).__enter__()
+    with pytest.raises(TypeError, match="input_idz"), model.trace(input_idz=torch.ones(1, 3, dtype=torch.long)):
+        model.logits
 
 
 def test_an_image_on_a_text_only_load(checkpoint, inputs):
@@ -154,6 +159,7 @@ def test_an_image_on_a_text_only_load(checkpoint, inputs):
 
 
 # --- folders ----------------------------------------------------------------------------------------------------
+
 
 def test_a_path_that_does_not_exist(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere") as caught:
@@ -233,8 +239,16 @@ def test_an_unknown_attention_task_or_device(folder):
 def test_errors_pickle():
     import pickle
 
-    for name in ("OutOfOrderError", "NotReachedError", "LateEditError", "Unavailable", "ConfigError", "CheckpointError",
-                 "InputError", "UnsupportedFamily"):
+    for name in (
+        "OutOfOrderError",
+        "NotReachedError",
+        "LateEditError",
+        "Unavailable",
+        "ConfigError",
+        "CheckpointError",
+        "InputError",
+        "UnsupportedFamily",
+    ):
         error = getattr(vlscope, name)("a message")
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == "a message"

@@ -4,11 +4,10 @@ import json
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-
 import tiny
+import torch
 import vlscope
+from safetensors.torch import load_file, save_file
 from vlscope import CheckpointError, ConfigError
 
 
@@ -50,7 +49,8 @@ def shard(folder, tensors, parts=3):
         save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
     total = sum(t.nbytes for t in tensors.values())
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
+        json.dumps({"metadata": {"total_size": total}, "weight_map": where})
+    )
     return files, where
 
 
@@ -61,6 +61,7 @@ def configure(folder, change):
 
 
 # --- files ------------------------------------------------------------------------------------------------------
+
 
 def test_a_path_with_spaces_and_accents_as_string_or_path(folder, loads_equal):
     loads_equal(folder)
@@ -93,8 +94,10 @@ def test_shards_without_an_index_are_read_whole_or_refused(folder, weights, load
         vlscope.load(folder)
 
 
-@pytest.mark.parametrize("removed", ["model.language_model.layers.1.self_attn.k_norm.weight", "lm_head.weight",
-                                     "model.visual.pos_embed.weight"])
+@pytest.mark.parametrize(
+    "removed",
+    ["model.language_model.layers.1.self_attn.k_norm.weight", "lm_head.weight", "model.visual.pos_embed.weight"],
+)
 def test_a_missing_tensor_is_named(folder, weights, removed):
     store(folder, {name: t for name, t in weights.items() if name != removed})
     with pytest.raises(CheckpointError, match=removed.replace(".", r"\.")):
@@ -116,8 +119,14 @@ def test_tensors_that_nothing_needs_are_listed_once_and_ignored(folder, weights,
     assert caplog.text.count("foo.bar") == 1 and "inv_freq" in caplog.text
 
 
-@pytest.mark.parametrize("extra, dtype", [("q_proj.weight_scale_inv", torch.float32), ("q_proj.weight", torch.uint8),
-                                          ("q_proj.weight", torch.float8_e4m3fn)])
+@pytest.mark.parametrize(
+    "extra, dtype",
+    [
+        ("q_proj.weight_scale_inv", torch.float32),
+        ("q_proj.weight", torch.uint8),
+        ("q_proj.weight", torch.float8_e4m3fn),
+    ],
+)
 def test_packed_weights_are_refused(folder, weights, extra, dtype):
     at = "model.language_model.layers.0.self_attn."
     shape = weights[at + "q_proj.weight"]
@@ -153,6 +162,7 @@ def test_a_weight_edit_stays_in_this_process(folder, weights, inputs, logits):
 
 # --- names ------------------------------------------------------------------------------------------------------
 
+
 def old(name):
     return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
 
@@ -185,6 +195,7 @@ def test_a_wrapper_prefix_works_or_is_named(folder, weights, loads_equal):
 
 # --- ties -------------------------------------------------------------------------------------------------------
 
+
 def test_a_tied_head_is_the_embedding_itself(vlscope_model):
     model = vlscope_model("two_layers")
     assert model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
@@ -192,8 +203,13 @@ def test_a_tied_head_is_the_embedding_itself(vlscope_model):
 
 def test_the_top_level_flag_ties_the_head(folder, weights, inputs):
     store(folder, {name: t for name, t in weights.items() if name != "lm_head.weight"})
-    configure(folder, lambda config: (config.update(tie_word_embeddings=True),
-                                      config["text_config"].update(tie_word_embeddings=False)))
+    configure(
+        folder,
+        lambda config: (
+            config.update(tie_word_embeddings=True),
+            config["text_config"].update(tie_word_embeddings=False),
+        ),
+    )
     model = vlscope.load(folder)
     with model.trace(**inputs("dense", "text")):
         normed, logits = model.norm.output, model.logits
@@ -206,6 +222,7 @@ def test_a_stored_head_wins_over_the_flag(folder, loads_equal):
 
 
 # --- configs ----------------------------------------------------------------------------------------------------
+
 
 def to_v4(config, key="rope_type"):
     text = config["text_config"]
@@ -224,8 +241,9 @@ def test_the_v4_spelling_of_a_config_is_the_same_model(folder, loads_equal):
 
 @pytest.mark.parametrize("kind", ["default", "mrope"])
 def test_rope_scaling_may_say_type(folder, loads_equal, kind):
-    configure(folder, lambda config: (to_v4(config, key="type"),
-                                      config["text_config"]["rope_scaling"].update(type=kind)))
+    configure(
+        folder, lambda config: (to_v4(config, key="type"), config["text_config"]["rope_scaling"].update(type=kind))
+    )
     loads_equal(folder)
 
 
@@ -242,8 +260,15 @@ def test_a_rope_that_the_engine_does_not_compute_is_refused(folder, kind):
         vlscope.load(folder)
 
 
-@pytest.mark.parametrize("part, key", [("text_config", "hidden_size"), ("text_config", "num_hidden_layers"),
-                                       ("vision_config", "depth"), ("vision_config", "out_hidden_size")])
+@pytest.mark.parametrize(
+    "part, key",
+    [
+        ("text_config", "hidden_size"),
+        ("text_config", "num_hidden_layers"),
+        ("vision_config", "depth"),
+        ("vision_config", "out_hidden_size"),
+    ],
+)
 def test_a_missing_or_impossible_size_is_named(folder, part, key):
     configure(folder, lambda config: config[part].update({key: 0}))
     with pytest.raises(ConfigError, match=key):
@@ -252,14 +277,22 @@ def test_a_missing_or_impossible_size_is_named(folder, part, key):
 
 # --- options ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_value_has_the_dtype_asked_for(folder, dtype, inputs):
     model = vlscope.load(folder, dtype=dtype)
     with model.trace(**inputs("dense", "one_image")):
-        for value in (model.token_embeddings, model.vision.patch_embeddings, model.vision.layers[1].layer_output,
-                      model.vision.image_features, model.layers[0].self_attn.attention_queries,
-                      model.layers[0].layer_output, model.layers[0].deepstack_output, model.layers[1].input,
-                      model.logits):
+        for value in (
+            model.token_embeddings,
+            model.vision.patch_embeddings,
+            model.vision.layers[1].layer_output,
+            model.vision.image_features,
+            model.layers[0].self_attn.attention_queries,
+            model.layers[0].layer_output,
+            model.layers[0].deepstack_output,
+            model.layers[1].input,
+            model.logits,
+        ):
             assert value.dtype == dtype and value.isfinite().all()
 
 
@@ -325,20 +358,43 @@ def test_the_weight_list_of_a_shipped_size_counts_to_the_tensor_and_the_paramete
     config = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
-        "image_token_id": 151655, "video_token_id": 151656,
-        "vision_start_token_id": 151652, "vision_end_token_id": 151653,
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
         "tie_word_embeddings": tied,
         "text_config": {
-            "model_type": "qwen3_vl_text", "vocab_size": 151936, "hidden_size": hidden, "intermediate_size": mlp,
-            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
-            "hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 262144, "attention_bias": False,
-            "rope_theta": 5000000, "dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+            "model_type": "qwen3_vl_text",
+            "vocab_size": 151936,
+            "hidden_size": hidden,
+            "intermediate_size": mlp,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 262144,
+            "attention_bias": False,
+            "rope_theta": 5000000,
+            "dtype": "bfloat16",
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
             "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
         },
         "vision_config": {
-            "model_type": "qwen3_vl", "depth": depth, "hidden_size": width, "intermediate_size": vision_mlp,
-            "num_heads": 16, "in_channels": 3, "patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2,
-            "out_hidden_size": hidden, "num_position_embeddings": 2304, "hidden_act": "gelu_pytorch_tanh",
+            "model_type": "qwen3_vl",
+            "depth": depth,
+            "hidden_size": width,
+            "intermediate_size": vision_mlp,
+            "num_heads": 16,
+            "in_channels": 3,
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "spatial_merge_size": 2,
+            "out_hidden_size": hidden,
+            "num_position_embeddings": 2304,
+            "hidden_act": "gelu_pytorch_tanh",
             "deepstack_visual_indexes": taps,
         },
     }

@@ -1,8 +1,8 @@
 """What holds of DeepStack: which blocks have it, what it adds and where, and what comes of writing it."""
+# ruff: noqa: B018 - reading an attribute is the test
 
 import pytest
 import torch
-
 import vlscope
 from sites import collect
 
@@ -31,36 +31,47 @@ def test_each_level_is_its_mergers_output(model, prompts):
     indexes = model.config["vision_config"]["deepstack_visual_indexes"]
     for level, block in enumerate(sorted(indexes)[: taps_of(model)]):
         merger = indexes.index(block)
-        made, added = collect(model, prompts.two_images, f"vision.deepstack_merger_list.{merger}.output",
-                              f"layers.{level}.deepstack_output")
+        made, added = collect(
+            model,
+            prompts.two_images,
+            f"vision.deepstack_merger_list.{merger}.output",
+            f"layers.{level}.deepstack_output",
+        )
         assert torch.equal(made, added)
 
 
 def test_a_merger_reads_the_block_it_taps(model, prompts):
     indexes = model.config["vision_config"]["deepstack_visual_indexes"]
     for merger, block in enumerate(indexes):
-        out, fed = collect(model, prompts.two_images, f"vision.layers.{block}.output",
-                           f"vision.deepstack_merger_list.{merger}.input")
+        out, fed = collect(
+            model, prompts.two_images, f"vision.layers.{block}.output", f"vision.deepstack_merger_list.{merger}.input"
+        )
         assert torch.equal(out, fed)
 
 
 def test_a_level_is_added_at_the_image_tokens_and_nowhere_else(model, prompts):
     for inputs in (prompts.one_image, prompts.padded_mixed):
         for k in range(taps_of(model)):
-            mask, out, added, after = collect(model, inputs, "vision.image_token_mask", f"layers.{k}.layer_output",
-                                              f"layers.{k}.deepstack_output", entering(model, k))
+            mask, out, added, after = collect(
+                model,
+                inputs,
+                "vision.image_token_mask",
+                f"layers.{k}.layer_output",
+                f"layers.{k}.deepstack_output",
+                entering(model, k),
+            )
             assert torch.equal(after[mask], out[mask] + added)
             assert torch.equal(after[~mask], out[~mask])
 
 
 def test_a_saved_block_output_stays_as_it_was_before_the_add(model, prompts):
-    alone, = collect(model, prompts.one_image, "layers.0.layer_output")
+    (alone,) = collect(model, prompts.one_image, "layers.0.layer_output")
     with_next, _ = collect(model, prompts.one_image, "layers.0.layer_output", entering(model, 0))
     assert torch.equal(alone, with_next)
 
 
 def test_a_zeroed_level_leaves_the_stream_and_moves_the_logits(model, prompts):
-    clean, = collect(model, prompts.one_image, "logits")
+    (clean,) = collect(model, prompts.one_image, "logits")
     for k in range(taps_of(model)):
         with model.trace(**prompts.one_image):
             out = model.layers[k].layer_output.save()

@@ -1,13 +1,19 @@
 """What holds of every family's text model: aliases, sums, patterns, writes, helpers, sizes."""
+# ruff: noqa: B018 - reading an attribute is the test
 
 import pytest
 import torch
-
 import vlscope
 from sites import collect, difference
 
-INTERIOR = ("attention_queries", "attention_keys", "attention_values", "attention_scores", "attention_probabilities",
-            "attention_head_outputs")
+INTERIOR = (
+    "attention_queries",
+    "attention_keys",
+    "attention_values",
+    "attention_scores",
+    "attention_probabilities",
+    "attention_head_outputs",
+)
 
 
 def logits_of(model, inputs, edit=lambda: None):
@@ -34,15 +40,26 @@ def test_a_block_adds_its_attention_and_mlp_to_the_stream(model, prompts):
     for inputs in (prompts.text, prompts.two_images, prompts.padded_mixed):
         for i in range(model.num_layers):
             at = f"layers.{i}"
-            x, attn, mlp, out = collect(model, inputs, f"{at}.layer_input", f"{at}.self_attn.attention_output",
-                                        f"{at}.mlp.mlp_output", f"{at}.layer_output")
+            x, attn, mlp, out = collect(
+                model,
+                inputs,
+                f"{at}.layer_input",
+                f"{at}.self_attn.attention_output",
+                f"{at}.mlp.mlp_output",
+                f"{at}.layer_output",
+            )
             assert torch.equal(x + attn + mlp, out)
 
 
 def test_the_norms_feed_the_attention_and_the_mlp(model, prompts):
     normed, attn, second, mlp = collect(
-        model, prompts.one_image, "layers.1.input_layernorm.output", "layers.1.self_attn.input",
-        "layers.1.post_attention_layernorm.output", "layers.1.mlp.input")
+        model,
+        prompts.one_image,
+        "layers.1.input_layernorm.output",
+        "layers.1.self_attn.input",
+        "layers.1.post_attention_layernorm.output",
+        "layers.1.mlp.input",
+    )
     assert torch.equal(normed, attn) and torch.equal(second, mlp)
 
 
@@ -55,8 +72,11 @@ def test_a_norm_is_served_after_its_weight(model, prompts):
 
 
 def test_a_pattern_is_causal_and_its_rows_sum_to_one(model, prompts):
-    queries, scores, pattern = collect(model, prompts.one_image, *(f"layers.1.self_attn.{n}" for n in (
-        "attention_queries", "attention_scores", "attention_probabilities")))
+    queries, scores, pattern = collect(
+        model,
+        prompts.one_image,
+        *(f"layers.1.self_attn.{n}" for n in ("attention_queries", "attention_scores", "attention_probabilities")),
+    )
     batch, heads, length, _ = queries.shape
     assert pattern.shape == (batch, heads, length, length) and pattern.dtype == queries.dtype
     assert pattern.triu(1).count_nonzero() == 0
@@ -90,7 +110,9 @@ def test_an_assigned_pattern_moves_the_logits(model, prompts):
 
     def edit():
         attn = model.layers[0].self_attn
-        attn.attention_probabilities = torch.eye(attn.attention_scores.shape[-1]).expand_as(attn.attention_scores).clone()
+        attn.attention_probabilities = (
+            torch.eye(attn.attention_scores.shape[-1]).expand_as(attn.attention_scores).clone()
+        )
 
     assert (logits_of(model, prompts.text, edit) - clean).abs().max() > 1e-3
 
@@ -115,7 +137,7 @@ def test_without_heads_every_position_gets_the_same_attention_output(model, prom
 
 def test_a_key_head_serves_its_own_group_of_query_heads(model, prompts):
     heads = [f"layers.1.self_attn.{n}" for n in ("attention_head_outputs",)]
-    clean, = collect(model, prompts.text, *heads)
+    (clean,) = collect(model, prompts.text, *heads)
     with model.trace(**prompts.text):
         model.layers[1].self_attn.attention_keys[:, 0] = 0
         changed = model.layers[1].self_attn.attention_head_outputs.save()
@@ -154,7 +176,7 @@ def test_the_inside_of_a_skipped_layer_is_never_reached(model, prompts):
 
 def test_steering_adds_the_vector_at_the_positions_named(model, prompts):
     vector = torch.linspace(-1, 1, model.hidden_size)
-    clean, = collect(model, prompts.text, "layers.0.layer_output")
+    (clean,) = collect(model, prompts.text, "layers.0.layer_output")
     with model.trace(**prompts.text):
         model.steer(0, vector, 2, -1)
         steered = model.layers[0].layer_output.save()
@@ -180,15 +202,32 @@ def test_sizes_name_the_axes(model, prompts):
     """`.dims` says what each axis is; wherever it names a size of the model, the tensor has that size."""
     batch, seq = prompts.one_image["input_ids"].shape
     patches = len(prompts.one_image["pixel_values"])
-    sizes = {"batch": batch, "seq": seq, "query": seq, "key": seq, "hidden_size": model.hidden_size,
-             "vocab_size": model.vocab_size, "kv_heads": model.num_kv_heads, "images": 1, "patches": patches,
-             "image_tokens": patches // 4, "vision_hidden_size": model.vision.vision_hidden_size}
+    sizes = {
+        "batch": batch,
+        "seq": seq,
+        "query": seq,
+        "key": seq,
+        "hidden_size": model.hidden_size,
+        "vocab_size": model.vocab_size,
+        "kv_heads": model.num_kv_heads,
+        "images": 1,
+        "patches": patches,
+        "image_tokens": patches // 4,
+        "vision_hidden_size": model.vision.vision_hidden_size,
+    }
     seen = set()
     with model.trace(**prompts.one_image):
-        hosts = [(model, "model"), (model.vision, "vision"), (model.vision.layers[1], "vision"),
-                 (model.vision.layers[1].self_attn, "vision"), (model.vision.layers[1].mlp, "vision"),
-                 (model.layers[0], "text"), (model.layers[0].self_attn, "text"), (model.layers[0].mlp, "text"),
-                 (model, "head")]
+        hosts = [
+            (model, "model"),
+            (model.vision, "vision"),
+            (model.vision.layers[1], "vision"),
+            (model.vision.layers[1].self_attn, "vision"),
+            (model.vision.layers[1].mlp, "vision"),
+            (model.layers[0], "text"),
+            (model.layers[0].self_attn, "text"),
+            (model.layers[0].mlp, "text"),
+            (model, "head"),
+        ]
         for host, tower in hosts:
             own = model.vision if tower == "vision" else model
             known = {**sizes, "heads": own.num_heads, "head_dim": own.head_dim}
@@ -213,8 +252,16 @@ def _in_order(model, host, tower):
     elif host is model.vision:
         names = ["image_token_mask", "patch_embeddings"]
     else:
-        order = ["input", "layer_input", *INTERIOR, "attention_output", "mlp_output", "layer_output", "output",
-                 "deepstack_output"]
+        order = [
+            "input",
+            "layer_input",
+            *INTERIOR,
+            "attention_output",
+            "mlp_output",
+            "layer_output",
+            "output",
+            "deepstack_output",
+        ]
         names = [n for n in order if n in names]
     if tower == "vision":
         names = [n for n in names if n not in ("attention_scores", "attention_probabilities")]
@@ -243,7 +290,7 @@ def test_next_token_probs_are_the_softmax_of_the_last_row(model, prompts):
     logits, probabilities = collect(model, prompts.padded_mixed, "logits", "next_token_probs")
     assert difference(probabilities, logits[:, -1].softmax(-1), 1e-5) is None
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(len(probabilities)))
-    alone, = collect(model, prompts.padded_mixed, "next_token_probs")
+    (alone,) = collect(model, prompts.padded_mixed, "next_token_probs")
     assert torch.equal(alone, probabilities)
 
 
@@ -268,9 +315,20 @@ def test_sizes_are_those_of_the_weights(model):
 
 def test_the_printout_names_every_value(model):
     text = repr(model)
-    for value in ("logits", "token_embeddings", "layer_output", "attention_queries", "attention_probabilities",
-                  "mlp_output", "deepstack_output", "image_features", "patch_embeddings", "tower_output",
-                  "image_token_mask", "next_token_probs"):
+    for value in (
+        "logits",
+        "token_embeddings",
+        "layer_output",
+        "attention_queries",
+        "attention_probabilities",
+        "mlp_output",
+        "deepstack_output",
+        "image_features",
+        "patch_embeddings",
+        "tower_output",
+        "image_token_mask",
+        "next_token_probs",
+    ):
         assert value in text, value
 
 

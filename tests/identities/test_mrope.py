@@ -1,7 +1,6 @@
 """What holds of M-RoPE: three positions per token, folded into one cos and sin, applied to queries and keys."""
 
 import torch
-
 from sites import collect
 
 
@@ -20,7 +19,7 @@ def test_text_positions_count_up_on_all_three_axes(model, prompts):
 def test_an_image_takes_one_time_and_its_rows_and_columns(model, prompts):
     inputs = prompts.one_image
     positions = positions_of(model, inputs)[-3:, 0]
-    mask, = collect(model, inputs, "vision.image_token_mask")
+    (mask,) = collect(model, inputs, "vision.image_token_mask")
     _, height, width = (inputs["image_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist()
     time, row, column = positions[:, mask[0]]
     start = int(mask[0].int().argmax())
@@ -47,6 +46,12 @@ def test_a_padded_row_gives_the_logits_it_gives_alone(model, prompts):
         torch.testing.assert_close(together[row, mask], alone[0], rtol=1e-4, atol=1e-4)
 
 
+def rotate(x, cos, sin):
+    """Dimension i turns together with dimension i + head_dim / 2."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
+
+
 def test_queries_and_keys_are_normed_then_rotated(model, prompts):
     for inputs in (prompts.text, prompts.two_images):
         with model.trace(**inputs):
@@ -54,12 +59,7 @@ def test_queries_and_keys_are_normed_then_rotated(model, prompts):
             attn = model.layers[1].self_attn
             raw_q, raw_k = attn.q_norm.output.transpose(1, 2), attn.k_norm.output.transpose(1, 2)
             q, k = attn.attention_queries.save(), attn.attention_keys.save()
-
-        def rotate(x):
-            a, b = x.chunk(2, dim=-1)
-            return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
-
-        assert torch.equal(q, rotate(raw_q)) and torch.equal(k, rotate(raw_k))
+        assert torch.equal(q, rotate(raw_q, cos, sin)) and torch.equal(k, rotate(raw_k, cos, sin))
 
 
 def test_the_tables_interleave_the_axes(model, prompts):

@@ -1,8 +1,8 @@
 """What holds of the Qwen encoder: its merger is the projector, its attention runs once per image."""
+# ruff: noqa: B018 - reading an attribute is the test
 
 import pytest
 import torch
-
 import vlscope
 from sites import collect, resolve
 
@@ -50,8 +50,12 @@ def test_queries_keys_and_values_are_the_whole_row_after_the_rotary(model, promp
 
 
 def test_heads_projected_are_the_attention_output(model, prompts):
-    heads, output = collect(model, prompts.two_images, "vision.layers.1.self_attn.attention_head_outputs",
-                            "vision.layers.1.self_attn.attention_output")
+    heads, output = collect(
+        model,
+        prompts.two_images,
+        "vision.layers.1.self_attn.attention_head_outputs",
+        "vision.layers.1.self_attn.attention_output",
+    )
     proj = model.vision.layers[1].self_attn.proj
     made = torch.nn.functional.linear(heads.flatten(2), proj.weight, proj.bias)
     torch.testing.assert_close(made, output)

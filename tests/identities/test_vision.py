@@ -1,23 +1,32 @@
 """What holds of every vision tower: the mask, the scatter, the tower's blocks, prompts without images."""
 
 import pytest
-import torch
-
 import tiny
+import torch
 import vlscope
 from sites import collect, resolve, write
 
-STAGES = ("vision.patch_embeddings", "vision.layers.0.layer_input", "vision.layers.1.self_attn.attention_queries",
-          "vision.layers.1.self_attn.attention_keys", "vision.layers.1.self_attn.attention_values",
-          "vision.layers.1.self_attn.attention_head_outputs", "vision.layers.1.self_attn.attention_output",
-          "vision.layers.1.mlp.mlp_output", "vision.layers.1.layer_output", "projector.input", "projector.output",
-          "vision.image_features")
+STAGES = (
+    "vision.patch_embeddings",
+    "vision.layers.0.layer_input",
+    "vision.layers.1.self_attn.attention_queries",
+    "vision.layers.1.self_attn.attention_keys",
+    "vision.layers.1.self_attn.attention_values",
+    "vision.layers.1.self_attn.attention_head_outputs",
+    "vision.layers.1.self_attn.attention_output",
+    "vision.layers.1.mlp.mlp_output",
+    "vision.layers.1.layer_output",
+    "projector.input",
+    "projector.output",
+    "vision.image_features",
+)
 
 
 def test_the_mask_marks_the_image_tokens_and_counts_the_features(model, prompts):
     for inputs in (prompts.one_image, prompts.two_images, prompts.padded_mixed):
         mask, features, first = collect(
-            model, inputs, "vision.image_token_mask", "vision.image_features", "layers.0.input")
+            model, inputs, "vision.image_token_mask", "vision.image_features", "layers.0.input"
+        )
         assert torch.equal(mask, inputs["input_ids"] == tiny.IMAGE)
         assert mask.sum() == len(features)
         assert torch.equal(first[mask], features)
@@ -34,7 +43,7 @@ def test_zeroed_features_change_only_the_image_positions_entering_the_text_model
 
 @pytest.mark.parametrize("site", STAGES)
 def test_a_write_at_each_stage_lands_in_place_and_assigned_alike(model, prompts, site):
-    clean, = collect(model, prompts.two_images, "logits")
+    (clean,) = collect(model, prompts.two_images, "logits")
     with model.trace(**prompts.two_images):
         resolve(model, site).mul_(-0.5)
         in_place = model.logits.save()
@@ -47,7 +56,7 @@ def test_a_write_at_each_stage_lands_in_place_and_assigned_alike(model, prompts,
 
 @pytest.mark.parametrize("site", STAGES)
 def test_assigning_a_value_to_itself_is_neutral(model, prompts, site):
-    clean, = collect(model, prompts.two_images, "logits")
+    (clean,) = collect(model, prompts.two_images, "logits")
     with model.trace(**prompts.two_images):
         write(model, site, resolve(model, site))
         same = model.logits.save()
@@ -58,7 +67,7 @@ def test_assigning_a_value_to_itself_is_neutral(model, prompts, site):
 
 
 def test_a_write_to_the_tower_output_moves_nothing(model, prompts):
-    clean, = collect(model, prompts.one_image, "logits")
+    (clean,) = collect(model, prompts.one_image, "logits")
     with model.trace(**prompts.one_image):
         model.vision.tower_output[:] = 0
         assert torch.equal(model.logits, clean)
@@ -67,9 +76,15 @@ def test_a_write_to_the_tower_output_moves_nothing(model, prompts):
 def test_tower_blocks_add_their_attention_and_mlp(model, prompts):
     for i in range(model.vision.num_layers):
         at = f"vision.layers.{i}"
-        x, native, attn, mlp, out = collect(model, prompts.two_images, f"{at}.layer_input", f"{at}.input",
-                                            f"{at}.self_attn.attention_output", f"{at}.mlp.mlp_output",
-                                            f"{at}.layer_output")
+        x, native, attn, mlp, out = collect(
+            model,
+            prompts.two_images,
+            f"{at}.layer_input",
+            f"{at}.input",
+            f"{at}.self_attn.attention_output",
+            f"{at}.mlp.mlp_output",
+            f"{at}.layer_output",
+        )
         assert torch.equal(x + attn + mlp, out)
         assert native.ndim == 2 and torch.equal(native + attn + mlp, out)  # across the two forms, by broadcasting
 
@@ -85,7 +100,8 @@ def test_the_first_block_reads_patches_plus_the_resampled_table(model, prompts):
     side = int(len(table) ** 0.5)
     _, height, width = prompts.one_image["image_grid_thw"][0].tolist()
     grid = torch.nn.functional.interpolate(
-        table.T.reshape(1, -1, side, side), size=(height, width), mode="bilinear", align_corners=True)[0]
+        table.T.reshape(1, -1, side, side), size=(height, width), mode="bilinear", align_corners=True
+    )[0]
     blocks = grid.reshape(-1, height // 2, 2, width // 2, 2).permute(1, 3, 2, 4, 0).flatten(0, 3)
     torch.testing.assert_close(entering, patches[0] + blocks, rtol=1e-5, atol=1e-5)
     assert (entering - patches[0]).abs().max() > 1e-2
@@ -98,7 +114,7 @@ def test_an_image_alone_gives_the_rows_it_gives_beside_another(model, prompts):
     changed = dict(inputs, pixel_values=inputs["pixel_values"].clone())
     changed["pixel_values"][patches:] *= -1
     sites = [f"vision.layers.{i}.layer_output" for i in range(model.vision.num_layers)]
-    for a, b in zip(collect(model, inputs, *sites), collect(model, changed, *sites)):
+    for a, b in zip(collect(model, inputs, *sites), collect(model, changed, *sites), strict=True):
         assert torch.equal(a[:, :patches], b[:, :patches])
         assert not torch.equal(a[:, patches:], b[:, patches:])
 
@@ -106,9 +122,16 @@ def test_an_image_alone_gives_the_rows_it_gives_beside_another(model, prompts):
 def test_a_text_prompt_has_a_mask_and_no_image_value(model, prompts):
     with model.trace(**prompts.text):
         mask = model.vision.image_token_mask.save()
-        for site in ("vision.patch_embeddings", "vision.layers.0.layer_output", "vision.layers.1.self_attn.inputs",
-                     "projector.output", "vision.tower_output", "vision.image_features",
-                     "vision.deepstack_merger_list.0.output", "layers.0.deepstack_output"):
+        for site in (
+            "vision.patch_embeddings",
+            "vision.layers.0.layer_output",
+            "vision.layers.1.self_attn.inputs",
+            "projector.output",
+            "vision.tower_output",
+            "vision.image_features",
+            "vision.deepstack_merger_list.0.output",
+            "layers.0.deepstack_output",
+        ):
             with pytest.raises(vlscope.NotReachedError, match="image"):
                 resolve(model, site)
         logits = model.logits.save()
@@ -118,9 +141,13 @@ def test_a_text_prompt_has_a_mask_and_no_image_value(model, prompts):
 
 def test_a_text_only_load_serves_no_vision_value(checkpoint, name, attention, prompts):
     model = vlscope.load(checkpoint(name), task="text-generation", attn_implementation=attention)
-    reads = (lambda: model.vision.image_features, lambda: model.vision.layers[0].layer_output,
-             lambda: model.vision.image_token_mask, lambda: model.layers[0].deepstack_output,
-             lambda: model.projector.output)
+    reads = (
+        lambda: model.vision.image_features,
+        lambda: model.vision.layers[0].layer_output,
+        lambda: model.vision.image_token_mask,
+        lambda: model.layers[0].deepstack_output,
+        lambda: model.projector.output,
+    )
     for read in reads:
         with pytest.raises(vlscope.Unavailable, match="text-generation"):
             read()

@@ -1,8 +1,7 @@
 """The inputs that parity is taken on, as plain tensors that both sides are given."""
 
-import torch
-
 import tiny
+import torch
 
 
 def _text(length, seed):

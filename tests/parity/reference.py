@@ -276,7 +276,7 @@ class _Recorder:
     def rotary(self, original):
         def apply_rotary_pos_emb_vision(*args):
             rotated = []
-            for name, x in zip(("queries", "keys"), original(*args)):
+            for name, x in zip(("queries", "keys"), original(*args), strict=True):
                 site = f"{self.site()}.attention_{name}"
                 if site in self.edits:
                     x = self.edits[site](x.transpose(0, 1)[None].clone())[0].transpose(0, 1)
@@ -322,12 +322,19 @@ class _Recorder:
             self.segments[site] = []
             self.run.order += [f"{site}.attention_{name}" for name in ("queries", "keys", "values")]
         self.segments[site].append((query, key, value))
-        return original(module, query, key, value, attention_mask=None, scaling=scaling,
-                        **{k: v for k, v in kwargs.items() if k != "attention_mask"})
+        return original(
+            module,
+            query,
+            key,
+            value,
+            attention_mask=None,
+            scaling=scaling,
+            **{k: v for k, v in kwargs.items() if k != "attention_mask"},
+        )
 
     def finish(self, attention_mask):
         for site, segments in self.segments.items():
-            for name, parts in zip(("queries", "keys", "values"), zip(*segments)):
+            for name, parts in zip(("queries", "keys", "values"), zip(*segments, strict=True), strict=False):
                 self.run.values[f"{site}.attention_{name}"] = torch.cat(parts, dim=2)
         last = self.run.logits.shape[1] - 1 - attention_mask.flip(1).argmax(1)
         rows = self.run.logits[torch.arange(len(last)), last]

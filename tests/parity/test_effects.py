@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-
 import vlscope
-from parity import reference
 from sites import difference, read, write
+
+from parity import reference
 
 # Heads made from a written pattern go by plain matrix products; under sdpa both sides leave the fused kernel there.
 RECOMPUTED = ("attention_scores", "attention_probabilities")
@@ -51,8 +51,11 @@ def test_a_write_at_each_module_does_what_the_same_hook_does(
     model, theirs = vlscope_model(name, "eager"), reference_model(name, "eager")
     case, faults = inputs(name, "one_image"), []
     run = reference_run(name, "eager", "one_image")
-    leaves = [path for path, call in run.calls.items()
-              if isinstance(call.output, torch.Tensor) and call.args and call.args[0].is_floating_point()]
+    leaves = [
+        path
+        for path, call in run.calls.items()
+        if isinstance(call.output, torch.Tensor) and call.args and call.args[0].is_floating_point()
+    ]
     for i, path in enumerate(leaves):
         site = f"{path}.{('input', 'output')[i % 2]}"
         expected = reference.run(theirs, case, {site: change}).logits
@@ -89,13 +92,20 @@ def test_assigning_any_value_to_itself_is_neutral(name, attention, vlscope_model
 @pytest.mark.parametrize("site", sorted(READ_ONLY - {"input_ids", "attention_mask"}))
 def test_a_computed_value_refuses_assignment_and_says_what_to_assign(site, vlscope_model, inputs):
     model = vlscope_model("dense")
-    with model.trace(**inputs("dense", "one_image")):
-        with pytest.raises(AttributeError, match="assign"):
-            write(model, site, torch.zeros(1))
+    with model.trace(**inputs("dense", "one_image")), pytest.raises(AttributeError, match="assign"):
+        write(model, site, torch.zeros(1))
 
 
-@pytest.mark.parametrize("site", ["layers.1.layer_output", "vision.layers.1.layer_output", "logits",
-                                  "layers.0.deepstack_output", "layers.1.self_attn.attention_keys"])
+@pytest.mark.parametrize(
+    "site",
+    [
+        "layers.1.layer_output",
+        "vision.layers.1.layer_output",
+        "logits",
+        "layers.0.deepstack_output",
+        "layers.1.self_attn.attention_keys",
+    ],
+)
 def test_a_wrong_shape_dtype_or_device_is_refused_naming_both_sides(site, vlscope_model, inputs):
     model, case = vlscope_model("dense"), inputs("dense", "one_image")
     clean = model(**case).logits

@@ -8,19 +8,22 @@ import re
 from collections.abc import Mapping
 
 import pytest
-import torch
-
 import tiny
+import torch
+from sites import difference, resolve
+
 from parity import reference
 from parity.cases import CASES
-from sites import difference, resolve
 
 MODELS = [*tiny.CONFIGS, "demo"]
 
 # Site pattern -> (tolerance, reason). docs/parity.md tells the same.
 EXCEPTIONS = {
-    r"next_token_probs": (1e-5, "made from the last row of each prompt alone; a row of a matrix product alone "
-                                "differs in its last bits from the row of the whole"),
+    r"next_token_probs": (
+        1e-5,
+        "made from the last row of each prompt alone; a row of a matrix product alone "
+        "differs in its last bits from the row of the whole",
+    ),
 }
 
 # What a module is told about caching and the form of its answer, and no value of the forward.

@@ -1,11 +1,11 @@
-"""The recorder is trusted only as far as these tests reach: watching changes nothing, and what it wrote down adds up."""
+"""The recorder is trusted as far as these tests reach: watching changes nothing, and what it wrote down adds up."""
 
 import re
 
 import pytest
+import tiny
 import torch
 
-import tiny
 from parity import reference
 from parity.cases import CASES
 

@@ -1,4 +1,5 @@
 """Each code block of the specification page, its lines unchanged, on the built-in model and on a tiny random one."""
+# ruff: noqa: B018 - reading an attribute is the test
 
 import pytest
 import torch
@@ -145,7 +146,7 @@ def test_a_pattern_of_each_image_reproduces_the_heads(model, attention, prompt):
         heads = model.vision.layers[1].self_attn.attention_head_outputs.save()
     bounds = names["cu"].tolist()
     assert len(bounds) == 3 and bounds[-1] == value.shape[2]
-    for a, b, pattern in zip(bounds[:-1], bounds[1:], names["patterns"]):
+    for a, b, pattern in zip(bounds[:-1], bounds[1:], names["patterns"], strict=True):
         made = (pattern @ value[0, :, a:b]).transpose(0, 1)
         if attention == "eager":
             assert torch.equal(made, heads[0, a:b])
