@@ -57,9 +57,8 @@ void require_same_names(const fs::path& index, const fs::path& shard,
   if (in_index == listed.end() && in_shard == held.end()) return;
   const bool only_listed =
       in_shard == held.end() || (in_index != listed.end() && *in_index < *in_shard);
-  const std::string counts =
-      fmt::format("the index lists {} tensors for this file, which holds {}", listed.size(),
-                  held.size());
+  const std::string counts = fmt::format("the index lists {} tensors for this file, which holds {}",
+                                         listed.size(), held.size());
   if (only_listed) {
     throw CheckpointError(fmt::format("{}: tensor \"{}\" is listed in {} and not stored; {}",
                                       shard.string(), *in_index, index.string(), counts));
@@ -77,9 +76,9 @@ const fs::path& require_folder(const fs::path& folder) {
     throw CheckpointNotFound(fmt::format("{}: no such folder", folder.string()));
   }
   if (!fs::is_directory(status)) {
-    throw CheckpointError(fmt::format(
-        "{}: not a folder; give the folder that holds config.json and the weights",
-        folder.string()));
+    throw CheckpointError(
+        fmt::format("{}: not a folder; give the folder that holds config.json and the weights",
+                    folder.string()));
   }
   return folder;
 }
@@ -96,10 +95,10 @@ Checkpoint Checkpoint::open(const fs::path& folder) {
     for (const fs::path& file : weight_files(folder)) checkpoint.add_file(file);
   }
   if (checkpoint.names_.empty()) {
-    throw CheckpointNotFound(fmt::format(
-        "{}: no weights; expected model.safetensors, model.safetensors.index.json or "
-        "*.safetensors (pickled .bin and .pt files are never read: convert them)",
-        folder.string()));
+    throw CheckpointNotFound(
+        fmt::format("{}: no weights; expected model.safetensors, model.safetensors.index.json or "
+                    "*.safetensors (pickled .bin and .pt files are never read: convert them)",
+                    folder.string()));
   }
   return checkpoint;
 }
@@ -157,7 +156,8 @@ at::Tensor Checkpoint::tensor(const std::string& name) const {
     if (info.end > info.begin) std::memcpy(copy.data_ptr(), bytes, info.end - info.begin);
     return copy;
   }
-  return at::from_blob(bytes, info.shape, [mapping = shard->mapping](void*) {}, options);
+  return at::from_blob(
+      bytes, info.shape, [mapping = shard->mapping](void*) {}, options);
 }
 
 }  // namespace vlscope

@@ -50,7 +50,8 @@ std::shared_ptr<MappedFile> MappedFile::open(const std::filesystem::path& path) 
   void* data = nullptr;
   if (size > 0) {
     // MAP_NORESERVE: a checkpoint larger than memory may be mapped; only edited pages are copied.
-    data = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file.get(), 0);
+    data =
+        ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file.get(), 0);
     if (data == MAP_FAILED) fail(path, errno);
   }
   return std::shared_ptr<MappedFile>(new MappedFile(static_cast<std::byte*>(data), size));

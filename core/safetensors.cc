@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <tuple>
 
 #include "core/errors.h"
 #include "core/strict_json.h"
@@ -27,13 +28,27 @@ struct Dtype {
 };
 
 constexpr Dtype kDtypes[] = {
-    {"F32", 32, c10::kFloat}, {"BF16", 16, c10::kBFloat16}, {"F16", 16, c10::kHalf},
-    {"F64", 64, c10::kDouble}, {"I64", 64, c10::kLong},     {"I32", 32, c10::kInt},
-    {"I16", 16, c10::kShort}, {"I8", 8, c10::kChar},        {"U8", 8, c10::kByte},
-    {"BOOL", 8},              {"U16", 16},                  {"U32", 32},
-    {"U64", 64},              {"C64", 64},                  {"F8_E4M3", 8},
-    {"F8_E5M2", 8},           {"F8_E8M0", 8},               {"F8_E4M3FNUZ", 8},
-    {"F8_E5M2FNUZ", 8},       {"F6_E2M3", 6},               {"F6_E3M2", 6},
+    {"F32", 32, c10::kFloat},
+    {"BF16", 16, c10::kBFloat16},
+    {"F16", 16, c10::kHalf},
+    {"F64", 64, c10::kDouble},
+    {"I64", 64, c10::kLong},
+    {"I32", 32, c10::kInt},
+    {"I16", 16, c10::kShort},
+    {"I8", 8, c10::kChar},
+    {"U8", 8, c10::kByte},
+    {"BOOL", 8},
+    {"U16", 16},
+    {"U32", 32},
+    {"U64", 64},
+    {"C64", 64},
+    {"F8_E4M3", 8},
+    {"F8_E5M2", 8},
+    {"F8_E8M0", 8},
+    {"F8_E4M3FNUZ", 8},
+    {"F8_E5M2FNUZ", 8},
+    {"F6_E2M3", 6},
+    {"F6_E3M2", 6},
     {"F4", 4},
 };
 
@@ -144,14 +159,16 @@ uint64_t header_length(std::string_view file, const std::string& where) {
     length = length << 8 | static_cast<unsigned char>(file[i]);
   }
   if (length > kMaxHeaderBytes) {
-    throw CheckpointError(fmt::format("{}: a header of {} bytes is announced, at most {} are "
-                                      "possible; this is no safetensors file",
-                                      where, length, kMaxHeaderBytes));
+    throw CheckpointError(
+        fmt::format("{}: a header of {} bytes is announced, at most {} are "
+                    "possible; this is no safetensors file",
+                    where, length, kMaxHeaderBytes));
   }
   if (length > file.size() - kLengthBytes) {
-    throw CheckpointError(fmt::format("{}: a header of {} bytes is announced, but only {} follow; "
-                                      "the file is cut short",
-                                      where, length, file.size() - kLengthBytes));
+    throw CheckpointError(
+        fmt::format("{}: a header of {} bytes is announced, but only {} follow; "
+                    "the file is cut short",
+                    where, length, file.size() - kLengthBytes));
   }
   return length;
 }
@@ -169,9 +186,8 @@ json parse_header(std::string_view text, const std::string& where) {
 }
 
 void check_metadata(const json& metadata, const std::string& where) {
-  if (!metadata.is_object() || !std::all_of(metadata.begin(), metadata.end(), [](const json& value) {
-        return value.is_string();
-      })) {
+  if (!metadata.is_object() || !std::all_of(metadata.begin(), metadata.end(),
+                                            [](const json& value) { return value.is_string(); })) {
     throw CheckpointError(
         fmt::format("{}: __metadata__ is not an object of strings to strings", where));
   }
@@ -191,9 +207,8 @@ void check_contiguous(const std::vector<TensorInfo>& tensors, uint64_t data_star
     expected = tensor.end;
   }
   if (expected != file_size) {
-    throw CheckpointError(
-        fmt::format("{}: the tensors end at byte {}, but the file has {} bytes", where, expected,
-                    file_size));
+    throw CheckpointError(fmt::format("{}: the tensors end at byte {}, but the file has {} bytes",
+                                      where, expected, file_size));
   }
 }
 

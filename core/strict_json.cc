@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <unordered_set>
@@ -77,7 +78,8 @@ json parse_json_object(std::string_view text) {
     Guard guard;
     json parsed = json::parse(text.begin(), text.end(), std::ref(guard));
     if (!parsed.is_object()) {
-      throw JsonError(fmt::format("the top level is of type {}, not an object", parsed.type_name()));
+      throw JsonError(
+          fmt::format("the top level is of type {}, not an object", parsed.type_name()));
     }
     return parsed;
   } catch (const json::exception& error) {

@@ -86,9 +86,9 @@ class Loader {
       }
       const auto [place, added] = stored_.try_emplace(std::move(name), stored);
       if (!added) {
-        fail(stored, fmt::format("stands for {}, and so does \"{}\" in {}; keep one of them",
-                                 place->first, place->second,
-                                 checkpoint_.file(place->second).string()));
+        fail(stored,
+             fmt::format("stands for {}, and so does \"{}\" in {}; keep one of them", place->first,
+                         place->second, checkpoint_.file(place->second).string()));
       }
     }
   }
@@ -114,8 +114,9 @@ class Loader {
   void refuse_quantisation() const {
     for (const std::string& stored : report_.ignored) {
       if (is_quantisation_part(stored)) {
-        fail(stored, "belongs to a quantisation, without which the stored weights mean something "
-                     "else; load an unquantised checkpoint");
+        fail(stored,
+             "belongs to a quantisation, without which the stored weights mean something "
+             "else; load an unquantised checkpoint");
       }
     }
   }
@@ -151,7 +152,8 @@ class Loader {
     std::map<at::ScalarType, int64_t> parameters;
     for (const WeightSpec& spec : specs_) {
       const std::string* stored = stored_name(spec.name);
-      if (stored != nullptr) parameters[*checkpoint_.info(*stored).scalar_type] += numel(spec.shape);
+      if (stored != nullptr)
+        parameters[*checkpoint_.info(*stored).scalar_type] += numel(spec.shape);
     }
     const auto candidates = {at::kFloat, at::kBFloat16, at::kHalf};
     return *std::max_element(

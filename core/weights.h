@@ -34,8 +34,8 @@ struct WeightCount {
 WeightCount count_weights(const std::vector<WeightSpec>& specs);
 
 /// The module path that a stored name stands for, over the spellings in circulation: `visual.*`,
-/// `model.layers.*`, `model.embed_tokens.*` and `model.norm.*` of older files, and base models saved
-/// without the leading `model.`. Idempotent; other names come back unchanged.
+/// `model.layers.*`, `model.embed_tokens.*` and `model.norm.*` of older files, and base models
+/// saved without the leading `model.`. Idempotent; other names come back unchanged.
 std::string canonical_weight_name(std::string_view stored);
 
 struct LoadOptions {

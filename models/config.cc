@@ -130,8 +130,8 @@ class Section {
 
   int64_t checked_integer(std::string_view key, const json& number, Range range) const {
     const bool whole = number.is_number_integer();
-    const bool huge = number.is_number_unsigned() &&
-                      number.get<uint64_t>() > static_cast<uint64_t>(range.high);
+    const bool huge =
+        number.is_number_unsigned() && number.get<uint64_t>() > static_cast<uint64_t>(range.high);
     if (!whole || huge || number.get<int64_t>() < range.low || number.get<int64_t>() > range.high) {
       fail(key, fmt::format("must be a whole number from {} to {}, found {}", range.low, range.high,
                             describe(number)));
@@ -185,9 +185,10 @@ double read_theta(const Section& text, const Section& rope) {
   return theta;
 }
 
-/// Interleaved M-RoPE settings, from `rope_parameters` (v5) or `rope_scaling` with `rope_theta` (v4).
-RopeConfig read_interleaved_rope(const Section& text, int64_t head_dim, const RopeDefaults& defaults,
-                                 std::vector<std::string>& notes) {
+/// Interleaved M-RoPE settings, from `rope_parameters` (v5) or `rope_scaling` with `rope_theta`
+/// (v4).
+RopeConfig read_interleaved_rope(const Section& text, int64_t head_dim,
+                                 const RopeDefaults& defaults, std::vector<std::string>& notes) {
   const bool v5 = text.has("rope_parameters");
   if (v5 && text.has("rope_scaling")) {
     text.fail("rope_scaling", "and rope_parameters are both given; keep one of them");
@@ -199,14 +200,16 @@ RopeConfig read_interleaved_rope(const Section& text, int64_t head_dim, const Ro
                         head_dim);
     if (text.has("rope_theta")) config.theta = text.positive("rope_theta");
     notes.push_back(fmt::format(
-        "{}: {} has no rotary settings: the class defaults stand in, with base {} and sections [{}]",
+        "{}: {} has no rotary settings: the class defaults stand in, with base {} and sections "
+        "[{}]",
         text.where(), text.key_path(key), config.theta, fmt::join(config.mrope_section, ", ")));
     return config;
   }
   const Section rope = text.section(key);
   check_rope_kind(rope);
   config.theta = read_theta(text, rope);
-  if (rope.has("mrope_section")) config.mrope_section = rope.integers("mrope_section", {0, 1 << 20});
+  if (rope.has("mrope_section"))
+    config.mrope_section = rope.integers("mrope_section", {0, 1 << 20});
   check_mrope_section(rope, "mrope_section", config.mrope_section, head_dim);
   if (!rope.flag_or("mrope_interleaved", true)) {
     rope.fail("mrope_interleaved", "is false; this family interleaves");
@@ -221,8 +224,8 @@ void check_attention_heads(const Section& text, const TextConfig& config) {
                           config.num_attention_heads, config.num_key_value_heads));
   }
   if (config.head_dim % 2 != 0) {
-    text.fail("head_dim", fmt::format("{} is odd; rotary positions pair its halves",
-                                      config.head_dim));
+    text.fail("head_dim",
+              fmt::format("{} is odd; rotary positions pair its halves", config.head_dim));
   }
 }
 
@@ -309,8 +312,7 @@ VisionConfig read_qwen3_vision(const Section& vision,
   config.num_position_embeddings = vision.integer("num_position_embeddings", kWidth);
   config.hidden_act = vision.choice_or_first("hidden_act", {"gelu_pytorch_tanh"});
   config.rope_theta = read_vision_theta(vision);
-  config.deepstack_visual_indexes =
-      vision.integers("deepstack_visual_indexes", {0, kCount.high});
+  config.deepstack_visual_indexes = vision.integers("deepstack_visual_indexes", {0, kCount.high});
   check_vision_heads(vision, config);
   check_square(vision, config.num_position_embeddings);
   check_deepstack(vision, config);

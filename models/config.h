@@ -82,8 +82,8 @@ struct Config {
 /// agree on them or a wrong one cannot pass unnoticed: `attention_bias` (false; a stored bias is
 /// listed as ignored), `rms_norm_eps` (1e-6), both `hidden_act`, `in_channels` (3), the four token
 /// ids, `tie_word_embeddings` (text_config's, else false; an absent head is then an error), the
-/// tower's `rope_theta` (10000), `max_position_embeddings` (128000, not part of the arithmetic), and
-/// `mrope_section`, or the rotary settings as a whole (with a note), where [24, 20, 20] fits
+/// tower's `rope_theta` (10000), `max_position_embeddings` (128000, not part of the arithmetic),
+/// and `mrope_section`, or the rotary settings as a whole (with a note), where [24, 20, 20] fits
 /// `head_dim`. A `rope_theta` missing from rotary settings that are there is an error: the class
 /// default (5e5) is not the shipped base (5e6).
 ///

@@ -62,9 +62,8 @@ TEST(Safetensors, AcceptsMetadataScalarsAndEmptyTensors) {
 }
 
 TEST(Safetensors, KnowsTheNamesOfDtypesThatItCannotRead) {
-  const std::string header =
-      R"({"p":{"dtype":"F4","shape":[3,2],"data_offsets":[0,3]},)"
-      R"("q":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[3,6]}})";
+  const std::string header = R"({"p":{"dtype":"F4","shape":[3,2],"data_offsets":[0,3]},)"
+                             R"("q":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[3,6]}})";
   const auto tensors = parse_safetensors(safetensors_file(header, "abcdef"), "w");
   EXPECT_EQ(tensors[0].dtype, "F4");
   EXPECT_FALSE(tensors[1].scalar_type.has_value());
@@ -99,10 +98,9 @@ std::string with_offsets(const std::string& offsets) {
 }
 
 std::string with_two(const std::string& first, const std::string& second) {
-  return safetensors_file(
-      R"({"x":{"dtype":"U8","shape":[2],"data_offsets":)" + first +
-          R"(},"y":{"dtype":"U8","shape":[2],"data_offsets":)" + second + "}}",
-      "123456");
+  return safetensors_file(R"({"x":{"dtype":"U8","shape":[2],"data_offsets":)" + first +
+                              R"(},"y":{"dtype":"U8","shape":[2],"data_offsets":)" + second + "}}",
+                          "123456");
 }
 
 std::string nested(int depth) {
@@ -111,15 +109,14 @@ std::string nested(int depth) {
 
 INSTANTIATE_TEST_SUITE_P(
     Length, DamagedFile,
-    ::testing::Values(Damage{"empty", "", "0 bytes are too few"},
-                      Damage{"seven_bytes", "1234567", "7 bytes are too few"},
-                      Damage{"header_of_nothing", std::string(8, '\0'), "does not begin with {"},
-                      Damage{"header_past_the_end", safetensors_file("{}").substr(0, 9),
-                             "2 bytes is announced, but only 1 follow"},
-                      Damage{"header_over_the_cap", std::string(8, '\x01') + "{}",
-                             "at most 100000000"},
-                      Damage{"length_near_overflow", std::string(8, '\xff') + "{}",
-                             "18446744073709551615"}));
+    ::testing::Values(
+        Damage{"empty", "", "0 bytes are too few"},
+        Damage{"seven_bytes", "1234567", "7 bytes are too few"},
+        Damage{"header_of_nothing", std::string(8, '\0'), "does not begin with {"},
+        Damage{"header_past_the_end", safetensors_file("{}").substr(0, 9),
+               "2 bytes is announced, but only 1 follow"},
+        Damage{"header_over_the_cap", std::string(8, '\x01') + "{}", "at most 100000000"},
+        Damage{"length_near_overflow", std::string(8, '\xff') + "{}", "18446744073709551615"}));
 
 INSTANTIATE_TEST_SUITE_P(
     Json, DamagedFile,
@@ -147,8 +144,7 @@ INSTANTIATE_TEST_SUITE_P(
         Damage{"not_an_object", safetensors_file(R"({"t":3})"), "\"t\": its header entry"},
         Damage{"no_dtype", with_entry(R"("shape":[1],"data_offsets":[0,4])"), "dtype is missing"},
         Damage{"no_shape", with_entry(R"("dtype":"F32","data_offsets":[0,4])"), "shape is missing"},
-        Damage{"no_offsets", with_entry(R"("dtype":"F32","shape":[1])"),
-               "data_offsets is missing"},
+        Damage{"no_offsets", with_entry(R"("dtype":"F32","shape":[1])"), "data_offsets is missing"},
         Damage{"dtype_a_number", with_entry(R"("dtype":1,"shape":[1],"data_offsets":[0,4])"),
                "dtype is not a string"},
         Damage{"unknown_dtype", with_entry(R"("dtype":"F31","shape":[1],"data_offsets":[0,4])"),
@@ -307,9 +303,9 @@ TEST(Checkpoint, RefusesAnIndexThatLeavesTheFolder) {
 }
 
 TEST(Checkpoint, RefusesADamagedIndex) {
-  for (const std::string text : {"", "[]", "{}", R"({"weight_map":[]})", R"({"weight_map":{}})",
-                                 R"({"weight_map":{"a":1}})",
-                                 R"({"weight_map":{"a":"x","a":"y"}})"}) {
+  for (const std::string text :
+       {"", "[]", "{}", R"({"weight_map":[]})", R"({"weight_map":{}})", R"({"weight_map":{"a":1}})",
+        R"({"weight_map":{"a":"x","a":"y"}})"}) {
     const TempFolder folder;
     folder.write(kIndexName, text);
     EXPECT_THAT(open_error(folder), HasSubstr(kIndexName)) << text;

@@ -53,8 +53,7 @@ std::vector<FileTensor> stored_as(const std::string& text, const std::string& vi
                                   const std::string& head = kHead) {
   return {f32(text + "embed_tokens.weight", {2, 2}, {1, 2, 3, 4}),
           f32(text + "norm.weight", {2}, {5, 6}),
-          f32(visual + "pos_embed.weight", {3, 1}, {7, 8, 9}),
-          f32(head, {2, 2}, {10, 11, 12, 13})};
+          f32(visual + "pos_embed.weight", {3, 1}, {7, 8, 9}), f32(head, {2, 2}, {10, 11, 12, 13})};
 }
 
 std::vector<FileTensor> stored() { return stored_as("model.language_model.", "model.visual."); }

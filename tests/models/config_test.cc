@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -156,8 +157,7 @@ TEST(Config, LetsTheTopLevelDecideTheTie) {
   EXPECT_TRUE(parse(with("/tie_word_embeddings", true)).tie_word_embeddings);
   const json silent = without("/tie_word_embeddings");
   EXPECT_FALSE(parse(silent).tie_word_embeddings);
-  EXPECT_TRUE(
-      parse(with("/text_config/tie_word_embeddings", true, silent)).tie_word_embeddings);
+  EXPECT_TRUE(parse(with("/text_config/tie_word_embeddings", true, silent)).tie_word_embeddings);
 }
 
 TEST(Config, AcceptsBiasesNoTapsAndUnknownKeys) {
@@ -266,11 +266,11 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values("/text_config/vocab_size", "/text_config/hidden_size",
                       "/text_config/intermediate_size", "/text_config/num_hidden_layers",
                       "/text_config/num_attention_heads", "/text_config/num_key_value_heads",
-                      "/text_config/head_dim", "/vision_config/depth",
-                      "/vision_config/hidden_size", "/vision_config/intermediate_size",
-                      "/vision_config/num_heads", "/vision_config/patch_size",
-                      "/vision_config/temporal_patch_size", "/vision_config/spatial_merge_size",
-                      "/vision_config/out_hidden_size", "/vision_config/num_position_embeddings"));
+                      "/text_config/head_dim", "/vision_config/depth", "/vision_config/hidden_size",
+                      "/vision_config/intermediate_size", "/vision_config/num_heads",
+                      "/vision_config/patch_size", "/vision_config/temporal_patch_size",
+                      "/vision_config/spatial_merge_size", "/vision_config/out_hidden_size",
+                      "/vision_config/num_position_embeddings"));
 
 struct Wrong {
   std::string pointer;
@@ -289,7 +289,8 @@ TEST_P(WrongField, IsRefusedNamingItAndBothSides) {
 INSTANTIATE_TEST_SUITE_P(
     All, WrongField,
     ::testing::Values(
-        Wrong{"/text_config/num_key_value_heads", 3, "4 is not a multiple of num_key_value_heads 3"},
+        Wrong{"/text_config/num_key_value_heads", 3,
+              "4 is not a multiple of num_key_value_heads 3"},
         Wrong{"/text_config/head_dim", 15, "text_config.head_dim 15 is odd"},
         Wrong{"/text_config/rms_norm_eps", 0, "must be a positive number, found 0"},
         Wrong{"/text_config/rms_norm_eps", "1e-6", "must be a positive number"},
@@ -305,10 +306,12 @@ INSTANTIATE_TEST_SUITE_P(
         Wrong{"/vision_config/num_position_embeddings", 17, "17 is not a square"},
         Wrong{"/vision_config/hidden_act", "quick_gelu", "found \"quick_gelu\""},
         Wrong{"/vision_config/out_hidden_size", 64, "is 64, but text_config.hidden_size is 48"},
-        Wrong{"/vision_config/deepstack_visual_indexes", {0, 4},
+        Wrong{"/vision_config/deepstack_visual_indexes",
+              {0, 4},
               "deepstack_visual_indexes[1] is 4, but the tower has 4 blocks"},
         Wrong{"/vision_config/deepstack_visual_indexes", {-1}, "deepstack_visual_indexes[0]"},
-        Wrong{"/vision_config/deepstack_visual_indexes", {1, 0, 1},
+        Wrong{"/vision_config/deepstack_visual_indexes",
+              {1, 0, 1},
               "deepstack_visual_indexes[2] repeats block 1"},
         Wrong{"/vision_config/deepstack_visual_indexes", 3, "must be a list"},
         Wrong{"/image_token_id", -1, "image_token_id must be a whole number"},
@@ -316,7 +319,8 @@ INSTANTIATE_TEST_SUITE_P(
         Wrong{"/tie_word_embeddings", "yes", "tie_word_embeddings must be true or false"},
         Wrong{"/torch_dtype", "float8_e4m3fn", "\"float8_e4m3fn\" is not supported"},
         Wrong{"/quantization_config", {{"quant_method", "fp8"}}, "the method \"fp8\""},
-        Wrong{"/text_config/quantization_config", json::object(), "text_config.quantization_config"},
+        Wrong{"/text_config/quantization_config", json::object(),
+              "text_config.quantization_config"},
         Wrong{"/model_type", 7, "model_type must be a string, found 7"}));
 
 TEST(Config, RefusesOtherFamiliesNamingWhatLoads) {
