@@ -97,7 +97,7 @@ uv() {
     command uv "$@"
   else
     [[ -x .venv/bin/uv ]] ||
-      { .venv/bin/python -m ensurepip && .venv/bin/python -m pip install --quiet uv; } || return
+      { .venv/bin/python -m ensurepip >/dev/null && .venv/bin/python -m pip install --quiet uv; } || return
     .venv/bin/uv "$@"
   fi
 }
