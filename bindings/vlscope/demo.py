@@ -258,6 +258,7 @@ def run(out: Path) -> None:
     patching = patch(model, red, blue)
     print_patching(patching)
 
+    out.mkdir(parents=True, exist_ok=True)
     path = out / "demo.png"
     if draw(path, red, answer, attend(model, red), patching):
         print(f"\n{path}")
