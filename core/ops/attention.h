@@ -1,0 +1,41 @@
+// Attention arithmetic of both towers, in the reference's operations and their order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+namespace vlscope::ops {
+
+/// Repeats each key/value head for the query heads that share it: query head j uses head
+/// j / (heads / kv_heads). `[batch, kv_heads, n, d]` -> `[batch, heads, n, d]`.
+at::Tensor repeat_heads(const at::Tensor& x, std::int64_t heads);
+
+/// scores = q k^T * scale + mask, `[batch, heads, queries, keys]`.
+/// @param mask additive, or boolean with True where a query may look, or undefined for causal.
+at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                            double scale);
+
+/// scores = q k^T * scale, every query looking at every key.
+at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale);
+
+/// Softmax over the keys in float32, returned in the dtype of the scores.
+at::Tensor attention_probabilities(const at::Tensor& scores);
+
+/// Weighted sums of the values: `[batch, queries, heads, d]` from `[batch, heads, queries, keys]` and
+/// `[batch, kv_heads, keys, d]`.
+at::Tensor attend(const at::Tensor& probabilities, const at::Tensor& v);
+
+/// The same result by torch's fused kernels, without the pattern.
+/// @param mask boolean, or undefined for causal (`causal`) or full attention.
+at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                           const at::Tensor& mask, bool causal, double scale);
+
+/// True where a query may look at a key: at or before it, and not padding. `[batch, 1, n, n]`.
+/// @param attention_mask `[batch, n]`, 1 on tokens and 0 on padding.
+at::Tensor causal_mask(const at::Tensor& attention_mask);
+
+/// The boolean mask as 0 and the least number of `dtype`, to be added to the scores.
+at::Tensor additive_mask(const at::Tensor& allowed, at::ScalarType dtype);
+
+}  // namespace vlscope::ops

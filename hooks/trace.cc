@@ -1,0 +1,323 @@
+#include "hooks/trace.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/clone.h>
+#include <c10/core/InferenceMode.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <limits>
+
+#include "core/errors.h"
+
+namespace vlscope {
+namespace {
+
+constexpr int kNowhere = std::numeric_limits<int>::min();
+constexpr int kEnd = std::numeric_limits<int>::max();
+
+/// Ordinary tensors are promised everywhere, so inference mode never reaches the forward or the views
+/// that it serves. Gradients stay off under it, as its user expects.
+class OrdinaryMode {
+ public:
+  OrdinaryMode()
+      : grad_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()), mode_(false) {
+    at::GradMode::set_enabled(grad_);
+  }
+
+ private:
+  bool grad_;
+  c10::InferenceMode mode_;
+};
+
+at::Tensor through(View view, const at::Tensor& tensor) {
+  switch (view) {
+    case View::kImagesAxis:
+      return tensor.unsqueeze(0);
+    case View::kCopy:
+      return tensor.clone();
+    case View::kWhole:
+      break;
+  }
+  return tensor;
+}
+
+/// The tensor that the forward goes on with when `value` was served through `view`.
+at::Tensor back_from(View view, const at::Tensor& value) {
+  return view == View::kImagesAxis ? value.squeeze(0) : value;
+}
+
+const void* storage_of(const at::Tensor& tensor) {
+  return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
+}
+
+std::string describe(const at::Tensor& tensor) {
+  return fmt::format("[{}] {} on {}", fmt::join(tensor.sizes(), ", "),
+                     c10::toString(tensor.scalar_type()), tensor.device().str());
+}
+
+void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& current) {
+  if (!current.defined()) {
+    throw InputError(fmt::format("{} is None here and cannot be assigned.", site.path));
+  }
+  const bool fits = value.defined() && value.sizes() == current.sizes() &&
+                    value.scalar_type() == current.scalar_type() &&
+                    value.device() == current.device() && value.layout() == current.layout();
+  if (fits) return;
+  throw InputError(
+      fmt::format("{} holds {}; the value assigned is {}. Give a tensor of the same shape, dtype and "
+                  "device, or edit in place ({}[:] = ...), which broadcasts and converts.",
+                  site.path, describe(current), value.defined() ? describe(value) : "None",
+                  site.path));
+}
+
+}  // namespace
+
+Trace::Trace(std::shared_ptr<const Tree> tree, Forward forward, Options options)
+    : tree_(std::move(tree)),
+      options_(std::move(options)),
+      forward_(std::move(forward)),
+      flow_(forward_(*this)),
+      waiting_(flow_.handle()) {
+  if (listing()) target_ = kNowhere;
+}
+
+Trace::~Trace() { close(); }
+
+void Trace::close() {
+  closed_ = true;
+  flow_ = {};
+  waiting_ = nullptr;
+  standing_ = nullptr;
+  served_.clear();
+  notes_.clear();
+  skips_.clear();
+}
+
+// --- The forward side ---------------------------------------------------------------------------
+
+bool Trace::arrive(const Location& location, at::Tensor* const* live, std::size_t count,
+                   std::coroutine_handle<> forward) {
+  if (listing()) {
+    options_.visitor(location, live, count);
+    return false;
+  }
+  standing_ = &location;
+  live_ = live;
+  live_count_ = count;
+  waiting_ = forward;
+  return true;
+}
+
+bool Trace::edited() const {
+  if (assigned_) return true;
+  for (const Served& served : served_) {
+    if (served.tensor._version() != served.version || served.tensor.requires_grad()) return true;
+  }
+  return false;
+}
+
+bool Trace::depart() {
+  const bool changed = edited();
+  for (const Served& served : served_) {
+    // The reader may have made the object in hand part of a graph; going on from the tensor that it
+    // was made of would leave that graph behind.
+    if (served.view == View::kImagesAxis && served.tensor.requires_grad()) {
+      *live_[served.slot] = back_from(served.view, served.tensor);
+    }
+    notes_.push_back({served.tensor.unsafeGetTensorImpl()->version_counter(),
+                      static_cast<std::uint32_t>(served.tensor._version()),
+                      storage_of(served.tensor), served.site});
+  }
+  served_.clear();
+  assigned_ = false;
+  on_demand_ = false;
+  standing_ = nullptr;
+  return changed;
+}
+
+bool Trace::skip(const Module& module, at::Tensor& x) {
+  for (const Skip& skip : skips_) {
+    if (skip.module != &module) continue;
+    x = skip.value;
+    return true;
+  }
+  return false;
+}
+
+// --- The reader side ----------------------------------------------------------------------------
+
+at::Tensor Trace::read(const Site& site) {
+  advance(site);
+  return serve(site);
+}
+
+int Trace::slots(const Site& site) {
+  advance(site);
+  return static_cast<int>(live_count_);
+}
+
+void Trace::write(const Site& site, at::Tensor value) {
+  if (!site.read_only.empty()) throw InputError(site.path + " is read-only: " + site.read_only + ".");
+  advance(site);
+  OrdinaryMode mode;
+  const at::Tensor current = serve(site);
+  if (value.defined() && value.is_same(current)) return;
+  if (site.view == View::kImagesAxis && value.defined() && value.dim() + 1 == current.dim()) {
+    value = value.unsqueeze(0);  // The native form, without the images axis.
+  }
+  check_fits(site, value, current);
+  *live_[site.slot] = back_from(site.view, value);
+  std::erase_if(served_, [&](const Served& served) { return served.slot == site.slot; });
+  remember(site, value);
+  assigned_ = true;
+}
+
+void Trace::replace(const Module& module, at::Tensor value) {
+  check_edits();
+  const int entry = module.input.order();
+  const bool inside = standing_ ? standing_->order() > entry : target_ > entry;
+  if (inside) {
+    throw OutOfOrderError(fmt::format(
+        "{0} cannot be skipped: the forward already stands at {1}. Skip it before reading anything "
+        "inside or behind it.",
+        module.site_path(), position()));
+  }
+  skips_.push_back({&module, std::move(value)});
+}
+
+at::Tensor Trace::finish() {
+  check_edits();
+  if (flow_.done()) return flow_.result();
+  if (!failure_.empty()) throw OutOfOrderError(failure_);
+  target_ = kEnd;
+  resume();
+  return flow_.result();
+}
+
+void Trace::advance(const Site& site) {
+  if (!site.unavailable.empty()) {
+    throw Unavailable(fmt::format("{} is unavailable: {}", site.path, site.unavailable));
+  }
+  if (closed_) throw OutOfOrderError(site.path + " was asked for after its trace had ended.");
+  check_edits();
+  if (standing_ == site.location) return;
+  check_reachable(site);
+  target_ = site.location->order();
+  demand_ = site.slot;
+  resume();
+  if (standing_ != site.location) {
+    throw NotReachedError(fmt::format("{} is not reached by this forward, which went on to {}.",
+                                      site.path, position()));
+  }
+}
+
+void Trace::check_reachable(const Site& site) const {
+  if (!failure_.empty()) throw OutOfOrderError(failure_);
+  const int asked = site.location->order();
+  if (site.location->visual() && !options_.visual) {
+    throw NotReachedError(fmt::format(
+        "{} is not reached: there is no image in this prompt. Give images=[...] to the trace.",
+        site.path));
+  }
+  for (const Skip& skip : skips_) {
+    if (skip.module->input.order() < asked && asked < skip.module->output.order()) {
+      throw NotReachedError(fmt::format("{} is not reached: {} is skipped in this trace.", site.path,
+                                        skip.module->site_path()));
+    }
+  }
+  const int here = flow_.done() ? kEnd : standing_ ? standing_->order() : target_;
+  if (asked >= here) return;
+  throw OutOfOrderError(fmt::format(
+      "{0} was asked for, but the forward already stands at {1}, which comes later. Read {0} before "
+      "{1}, or open another trace.",
+      site.path, position()));
+}
+
+void Trace::resume() {
+  const OrdinaryMode mode;
+  std::coroutine_handle<> forward = std::exchange(waiting_, nullptr);
+  forward.resume();
+  if (!flow_.done()) return;
+  standing_ = nullptr;
+  target_ = kEnd;
+  failure_ = "the forward of this trace has failed: open another trace.";
+  flow_.result();  // Throws what the forward threw.
+  failure_.clear();
+}
+
+at::Tensor& Trace::live(const Site& site) {
+  at::Tensor& held = *live_[site.slot];
+  if (!on_demand_ || (held.defined() && !edited())) return held;
+  asked_again_ = true;
+  demand_ = site.slot;
+  resume();
+  return *live_[site.slot];
+}
+
+at::Tensor Trace::serve(const Site& site) {
+  for (const Served& served : served_) {
+    if (served.slot == site.slot && served.view == site.view) {
+      if (site.view != View::kCopy && !on_demand_) return served.tensor;
+    }
+  }
+  at::Tensor& held = live(site);
+  if (!held.defined()) return held;
+  const OrdinaryMode mode;
+  if (is_foreign(held)) held = held.clone();
+  at::Tensor value = through(site.view, held);
+  remember(site, value);
+  return value;
+}
+
+void Trace::remember(const Site& site, const at::Tensor& tensor) {
+  if (site.view != View::kCopy) {
+    served_.push_back({site.slot, site.view, tensor, static_cast<std::uint32_t>(tensor._version()),
+                       &site});
+  }
+  records_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), &site});
+}
+
+bool Trace::is_foreign(const at::Tensor& tensor) const {
+  for (const at::Tensor& foreign : options_.foreign) {
+    if (foreign.defined() && storage_of(foreign) == storage_of(tensor)) return true;
+  }
+  return false;
+}
+
+bool Trace::stands_on(const void* storage) const {
+  for (std::size_t i = 0; standing_ && i < live_count_; ++i) {
+    if (live_[i]->defined() && storage_of(*live_[i]) == storage) return true;
+  }
+  return false;
+}
+
+void Trace::check_edits() {
+  for (Note& note : notes_) {
+    const std::uint32_t version = note.counter.current_version();
+    if (version == note.version) continue;
+    if (!stands_on(note.storage)) {
+      throw LateEditError(fmt::format(
+          "{0} was edited after the forward had moved on to {1}: part of the model has already used "
+          "the old value. Edit {0} before reading anything behind it.",
+          note.site->path, position()));
+    }
+    note.version = version;
+  }
+}
+
+const Site* Trace::site_of(const at::Tensor& tensor) const {
+  for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
+    if (record->tensor._unsafe_get_target() == tensor.unsafeGetTensorImpl()) return record->site;
+  }
+  return nullptr;
+}
+
+std::string Trace::position() const {
+  if (!served_.empty()) return served_.back().site->path;
+  if (standing_) return standing_->path();
+  if (flow_.done() || target_ == kEnd) return "its end";
+  return "its start";
+}
+
+}  // namespace vlscope

@@ -1,0 +1,275 @@
+#include "hooks/values.h"
+
+namespace vlscope {
+namespace {
+
+const std::string kPerImage =
+    "no one tensor is the block's pattern: the attention runs once per image, over the slices that "
+    "cu_seqlens marks. Softmax the scores of each slice: "
+    "(q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)";
+
+Field keyword(std::string name, int slots = 1) { return {std::move(name), true, slots, false}; }
+Field fixed(Field field) {
+  field.read_only = true;
+  return field;
+}
+
+/// The values of an attention that both towers serve, up to the axes.
+std::vector<Value> attention_values(const std::string& queries, const std::string& keys,
+                                    const std::string& heads, const std::string& output,
+                                    const std::string& rotary, View view) {
+  return {
+      {"attention_queries", "Queries", queries, "queries after " + rotary, "attention_queries", 0},
+      {"attention_keys", "Keys", keys, "keys after " + rotary, "attention_queries", 1},
+      {"attention_values", "Values", keys, "values, before any head is repeated",
+       "attention_queries", 2},
+      {"attention_scores", "Pattern", "batch heads query key",
+       "scaled and masked scores; a masked score is the dtype's least number", "attention_scores"},
+      {"attention_probabilities", "Pattern", "batch heads query key", "softmax of the scores",
+       "attention_probabilities"},
+      {"attention_head_outputs", "HeadOutputs", heads, "each head's weighted sum of values",
+       "attention_head_outputs"},
+      {"attention_output", "Residual", output, "what the attention adds to the stream", "output", 0,
+       view},
+  };
+}
+
+std::vector<Value> vision_attention_values() {
+  auto values = attention_values("images heads patches head_dim", "images heads patches head_dim",
+                                 "images patches heads head_dim", "images patches vision_hidden_size",
+                                 "the 2-D rotary embedding, every image in one row",
+                                 View::kImagesAxis);
+  for (Value& value : values) {
+    if (value.name == "attention_output") value.layout = "Patches";
+    if (value.layout != "Pattern") continue;
+    value.dims = "";
+    value.unavailable = kPerImage;
+  }
+  return values;
+}
+
+}  // namespace
+
+namespace kinds {
+
+const Kind causal_lm{
+    "CausalLM",
+    "The whole model. Its values stand at the two ends of the forward.",
+    {keyword("input_ids"), keyword("attention_mask"), keyword("pixel_values"),
+     keyword("image_grid_thw")},
+    Form::kRecord,
+    {{"logits"}},
+    {
+        {"input_ids", "Tokens", "batch seq", "token ids, image placeholders expanded", "input", 0},
+        {"attention_mask", "Tokens", "batch seq", "1 on tokens, 0 on padding", "input", 1},
+        {"token_embeddings", "Residual", "batch seq hidden_size",
+         "embedded tokens; image tokens still hold the placeholder's embedding",
+         "token_embeddings"},
+        {"logits", "Logits", "batch seq vocab_size", "scores of the next token at each position",
+         "logits", 0},
+        {"next_token_probs", "NextTokenProbs", "batch vocab_size",
+         "softmax of the logits at each prompt's last token", "logits", 1, View::kWhole,
+         "next_token_probs is computed from the logits: assign model.logits"},
+    },
+    {{"layers", "model.language_model.layers"},
+     {"embed_tokens", "model.language_model.embed_tokens"},
+     {"norm", "model.language_model.norm"},
+     {"vision", "model.visual"},
+     {"projector", "model.visual.merger"}}};
+
+const Kind multimodal_model{
+    "MultimodalModel",
+    "Vision tower and text model, without the head.",
+    {keyword("input_ids"), keyword("attention_mask"), keyword("pixel_values"),
+     keyword("image_grid_thw")},
+    Form::kRecord,
+    {{"last_hidden_state"}}};
+
+const Kind text_model{"TextModel",
+                      "The text model: rotary tables, blocks, DeepStack adds, final norm.",
+                      {keyword("inputs_embeds"), keyword("attention_mask"),
+                       fixed(keyword("position_ids")), fixed(keyword("visual_pos_masks")),
+                       keyword("deepstack_visual_embeds", Field::kList)},
+                      Form::kRecord,
+                      {{"last_hidden_state"}}};
+
+const Kind text_layer{
+    "TextLayer",
+    R"(One block of the text model.
+
+    h   = x + self_attn(input_layernorm(x))
+    out = h + mlp(post_attention_layernorm(h))
+
+so layer_input + attention_output + mlp_output == layer_output, bit for bit. On an image prompt the
+text model then adds DeepStack level k after block k (the first blocks only):
+
+    layers[k+1].input[mask]  == layers[k].layer_output[mask] + layers[k].deepstack_output
+    layers[k+1].input[~mask] == layers[k].layer_output[~mask]
+
+with mask = vision.image_token_mask. layer_output is the stream before that add.)",
+    {{"hidden_states"},
+     keyword("attention_mask"),
+     fixed(keyword("position_ids")),
+     keyword("position_embeddings", 2)},
+    Form::kTensor,
+    {{"hidden_states"}},
+    {
+        {"layer_input", "Residual", "batch seq hidden_size", "the stream entering the block",
+         "input", 0},
+        {"layer_output", "Residual", "batch seq hidden_size",
+         "the stream leaving the block, before any DeepStack add", "output", 0},
+        {"deepstack_output", "ImageFeatures", "image_tokens hidden_size",
+         "DeepStack features added at the image tokens after this block", "deepstack_output"},
+    }};
+
+const Kind text_attention{
+    "TextAttention",
+    "Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE.",
+    {keyword("hidden_states"), keyword("attention_mask"), fixed(keyword("position_ids")),
+     keyword("position_embeddings", 2)},
+    Form::kTuple,
+    {{"attention_output"}, {"attention_probabilities"}},
+    attention_values("batch heads seq head_dim", "batch kv_heads seq head_dim",
+                     "batch seq heads head_dim", "batch seq hidden_size",
+                     "the norm of each head and M-RoPE", View::kWhole)};
+
+const Kind text_mlp{"TextMLP",
+                    "SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)).",
+                    {{"x"}},
+                    Form::kTensor,
+                    {{"x"}},
+                    {{"mlp_output", "Residual", "batch seq hidden_size",
+                      "what the MLP adds to the stream", "output", 0}}};
+
+const Kind text_rotary{
+    "TextRotary",
+    "M-RoPE tables: cos and sin, folded from the time, height and width positions.",
+    {{"x"}, fixed({"position_ids"})},
+    Form::kTuple,
+    {{"cos"}, {"sin"}}};
+
+const Kind vision{
+    "Vision",
+    R"(The vision tower. Every image of the prompt lies in one row of patches, in merge-block order:
+each four consecutive rows are the 2 x 2 block that becomes one image token.
+
+The image reaches the text model by image_features, scattered at the image tokens, and by each
+layers[k].deepstack_output, which is deepstack_merger_list[k].output.)",
+    {{"hidden_states"}, fixed(keyword("grid_thw"))},
+    Form::kRecord,
+    {{"last_hidden_state"}, {"pooler_output"}, {"deepstack_features", false, Field::kList}},
+    {
+        {"image_token_mask", "ImageTokenMask", "batch seq", "True at the image tokens",
+         "image_token_mask", 0, View::kCopy,
+         "image_token_mask follows from the token ids: assign model.input_ids"},
+        {"patch_embeddings", "Patches", "images patches vision_hidden_size",
+         "projected patches, before any position", "patch_embeddings", 0, View::kImagesAxis},
+        {"tower_output", "Patches", "images patches vision_hidden_size",
+         "the last block's stream; the projector has already read it, so a write moves nothing",
+         "tower_output", 0, View::kImagesAxis},
+        {"image_features", "ImageFeatures", "image_tokens hidden_size",
+         "what is scattered at the image tokens", "image_features"},
+    },
+    {{"layers", "blocks"}}};
+
+const Kind vision_layer{
+    "VisionLayer",
+    R"(One block of the vision tower.
+
+    h   = x + attn(norm1(x))
+    out = h + mlp(norm2(h))
+
+so layer_input + attention_output + mlp_output == layer_output, bit for bit.)",
+    {{"hidden_states"},
+     fixed(keyword("cu_seqlens")),
+     fixed(keyword("max_seqlen")),
+     keyword("position_embeddings", 2)},
+    Form::kTensor,
+    {{"hidden_states"}},
+    {
+        {"layer_input", "Patches", "images patches vision_hidden_size",
+         "the stream entering the block", "input", 0, View::kImagesAxis},
+        {"layer_output", "Patches", "images patches vision_hidden_size",
+         "the stream leaving the block", "output", 0, View::kImagesAxis},
+    },
+    {{"self_attn", "attn"}}};
+
+const Kind vision_attention{"VisionAttention",
+                            "Attention of a vision block, within each image (and video frame).",
+                            {{"hidden_states"},
+                             fixed(keyword("cu_seqlens")),
+                             fixed(keyword("max_seqlen")),
+                             keyword("position_embeddings", 2)},
+                            Form::kTensor,
+                            {{"hidden_states"}},
+                            vision_attention_values()};
+
+const Kind vision_mlp{
+    "VisionMLP",
+    "linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form.",
+    {{"hidden_state"}},
+    Form::kTensor,
+    {{"hidden_state"}},
+    {{"mlp_output", "Patches", "images patches vision_hidden_size",
+      "what the MLP adds to the stream", "output", 0, View::kImagesAxis}}};
+
+const Kind vision_rotary{"VisionRotary",
+                         "2-D rotary tables: cos and sin of each patch's row and column.",
+                         {{"x"}, fixed({"position_ids"})},
+                         Form::kTuple,
+                         {{"cos"}, {"sin"}}};
+
+const Kind patch_embed{"PatchEmbed",
+                       "Projects each patch of 2 x 16 x 16 pixels to one vector.",
+                       {{"hidden_states"}},
+                       Form::kTensor,
+                       {{"hidden_states"}}};
+
+const Kind projector{
+    "Projector",
+    "The merger: norm, then each 2 x 2 block of patches to one image token by a two-layer MLP.",
+    {{"x"}},
+    Form::kTensor,
+    {{"x"}}};
+
+const Kind merger{
+    "Merger",
+    "A DeepStack merger: as the projector, with the norm after the 2 x 2 concatenation.",
+    {{"x"}},
+    Form::kTensor,
+    {{"x"}}};
+
+const Kind linear{"Linear", "y = x W^T + b.", {{"input"}}, Form::kTensor, {{"output"}}};
+const Kind conv3d{"Conv3d",
+                  "A convolution whose kernel and stride are one patch.",
+                  {{"input"}},
+                  Form::kTensor,
+                  {{"output"}}};
+const Kind embedding{"Embedding", "Rows of a table.", {{"input"}}, Form::kTensor, {{"output"}}};
+const Kind rms_norm{"RMSNorm",
+                    "y = weight * x / rms(x), the rms taken in float32.",
+                    {{"hidden_states"}},
+                    Form::kTensor,
+                    {{"hidden_states"}}};
+const Kind layer_norm{"LayerNorm",
+                      "y = weight * (x - mean) / std + bias.",
+                      {{"input"}},
+                      Form::kTensor,
+                      {{"output"}}};
+const Kind activation{
+    "Activation", "An elementwise activation.", {{"input"}}, Form::kTensor, {{"output"}}};
+
+}  // namespace kinds
+
+const std::vector<const Kind*>& all_kinds() {
+  using namespace kinds;
+  static const std::vector<const Kind*> all = {
+      &causal_lm,    &multimodal_model, &text_model,   &text_layer, &text_attention,
+      &text_mlp,     &text_rotary,      &vision,       &vision_layer, &vision_attention,
+      &vision_mlp,   &vision_rotary,    &patch_embed,  &projector,  &merger,
+      &linear,       &conv3d,           &embedding,    &rms_norm,   &layer_norm,
+      &activation};
+  return all;
+}
+
+}  // namespace vlscope

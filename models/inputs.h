@@ -1,0 +1,45 @@
+// What a forward is given, checked, and the index lists that follow from it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "models/config.h"
+
+namespace vlscope {
+
+/// The tensors of one forward, as the caller has them.
+struct Inputs {
+  at::Tensor input_ids;       ///< `[batch, seq]` int64, image placeholders expanded
+  at::Tensor attention_mask;  ///< `[batch, seq]` int64, 1 on tokens and 0 on padding
+  at::Tensor pixel_values;    ///< `[patches, channels * frames * side * side]`, or undefined
+  at::Tensor image_grid_thw;  ///< `[images, 3]` int64 in patches: frames, rows, columns; or undefined
+  std::int64_t logits_to_keep = 0;  ///< Logits of that many last positions only; 0 is all.
+};
+
+/// Grid of one image, in patches.
+struct Grid {
+  std::int64_t frames, rows, columns;
+  std::int64_t patches() const { return frames * rows * columns; }
+};
+
+/// Brings ids, mask and grids to int64 on the CPU, fills in a mask of ones, and checks everything
+/// against the config and against each other.
+/// @throws InputError naming what disagrees, before any compute.
+Inputs checked(Inputs inputs, const Config& config);
+
+/// The rows of `image_grid_thw`; empty if there is none.
+std::vector<Grid> grids_of(const at::Tensor& image_grid_thw);
+
+/// M-RoPE positions `[3, batch, seq]` (time, height, width), int64, 0 on padding. Text counts up by
+/// one on all axes. An image's tokens all take the time position that it starts at; height and width
+/// are that start plus row and column in the merged grid; the text after it goes on from the largest
+/// of these plus one. Arithmetic of `get_rope_index`, transformers 5.17.0.
+/// @throws InputError if a run of image tokens does not match its grid.
+at::Tensor mrope_positions(const Inputs& inputs, const Config& config);
+
+/// Indices of the tokens that equal `token_id` in the flattened `[batch * seq]` ids, ascending.
+at::Tensor token_rows(const at::Tensor& input_ids, std::int64_t token_id);
+
+}  // namespace vlscope

@@ -1,0 +1,80 @@
+#include "models/layers.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/rsqrt.h>
+#include <ATen/ops/silu.h>
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "core/errors.h"
+
+namespace vlscope {
+
+Flow<at::Tensor> Leaf::operator()(Trace& trace, at::Tensor x) const {
+  co_await trace.at(input, x);
+  if (!trace.skip(*this, x)) x = apply(x);
+  co_await trace.at(output, x);
+  co_return x;
+}
+
+Linear::Linear(Module* parent, std::string name, std::int64_t in, std::int64_t out, bool with_bias)
+    : Leaf(parent, std::move(name), kinds::linear) {
+  declare("weight", {out, in}, weight_);
+  if (with_bias) declare("bias", {out}, bias_);
+}
+
+at::Tensor Linear::apply(const at::Tensor& x) const {
+  return bias_.defined() ? at::linear(x, weight_, bias_) : at::linear(x, weight_);
+}
+
+Embedding::Embedding(Module* parent, std::string name, std::int64_t rows, std::int64_t width)
+    : Leaf(parent, std::move(name), kinds::embedding) {
+  declare("weight", {rows, width}, weight_);
+}
+
+at::Tensor Embedding::apply(const at::Tensor& indices) const {
+  return at::embedding(weight_, indices);
+}
+
+RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double eps)
+    : Leaf(parent, std::move(name), kinds::rms_norm), eps_(eps) {
+  declare("weight", {width}, weight_);
+}
+
+at::Tensor RmsNorm::apply(const at::Tensor& x) const {
+  // float64 stays what it is: the reference's cast is there for half precision.
+  const at::Tensor precise = x.scalar_type() == at::kDouble ? x : x.to(at::kFloat);
+  const at::Tensor mean_square = precise.pow(2).mean(-1, /*keepdim=*/true);
+  return weight_ * (precise * at::rsqrt(mean_square + eps_)).to(x.scalar_type());
+}
+
+LayerNorm::LayerNorm(Module* parent, std::string name, std::int64_t width, double eps)
+    : Leaf(parent, std::move(name), kinds::layer_norm), eps_(eps) {
+  declare("weight", {width}, weight_);
+  declare("bias", {width}, bias_);
+}
+
+at::Tensor LayerNorm::apply(const at::Tensor& x) const {
+  return at::layer_norm(x, weight_.sizes(), weight_, bias_, eps_);
+}
+
+Activation::Activation(Module* parent, std::string name, const std::string& function)
+    : Leaf(parent, std::move(name), kinds::activation) {
+  if (function == "silu") {
+    function_ = [](const at::Tensor& x) { return at::silu(x); };
+  } else if (function == "gelu") {
+    function_ = [](const at::Tensor& x) { return at::gelu(x); };
+  } else if (function == "gelu_pytorch_tanh") {
+    function_ = [](const at::Tensor& x) { return at::gelu(x, "tanh"); };
+  } else {
+    throw ConfigError(fmt::format(
+        "hidden_act is \"{}\"; known are \"silu\", \"gelu\" and \"gelu_pytorch_tanh\".", function));
+  }
+}
+
+}  // namespace vlscope

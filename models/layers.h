@@ -1,0 +1,75 @@
+// The leaf modules that every family is made of: a weight or two and one operation.
+#pragma once
+
+#include <string>
+
+#include "hooks/trace.h"
+
+namespace vlscope {
+
+/// A module of one tensor in, one tensor out, and nothing nameable in between.
+class Leaf : public Module {
+ public:
+  using Module::Module;
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
+  /// The arithmetic alone, watched by nobody.
+  virtual at::Tensor apply(const at::Tensor& x) const = 0;
+};
+
+/// y = x W^T + b, with W `[out, in]`.
+class Linear : public Leaf {
+ public:
+  Linear(Module* parent, std::string name, std::int64_t in, std::int64_t out, bool with_bias);
+  at::Tensor apply(const at::Tensor& x) const override;
+
+ private:
+  at::Tensor weight_, bias_;
+};
+
+/// Rows of a table `[rows, width]`.
+class Embedding : public Leaf {
+ public:
+  Embedding(Module* parent, std::string name, std::int64_t rows, std::int64_t width);
+  at::Tensor apply(const at::Tensor& indices) const override;
+  const at::Tensor& weight() const { return weight_; }
+
+ private:
+  at::Tensor weight_;
+};
+
+/// y = weight * (x / sqrt(mean(x^2) + eps)): statistics in float32, cast back before the weight.
+/// arXiv:1910.07467.
+class RmsNorm : public Leaf {
+ public:
+  RmsNorm(Module* parent, std::string name, std::int64_t width, double eps);
+  at::Tensor apply(const at::Tensor& x) const override;
+
+ private:
+  double eps_;
+  at::Tensor weight_;
+};
+
+/// y = weight * (x - mean) / sqrt(var + eps) + bias. arXiv:1607.06450.
+class LayerNorm : public Leaf {
+ public:
+  LayerNorm(Module* parent, std::string name, std::int64_t width, double eps);
+  at::Tensor apply(const at::Tensor& x) const override;
+
+ private:
+  double eps_;
+  at::Tensor weight_, bias_;
+};
+
+/// An elementwise activation by the name that config.json gives it: "silu", "gelu" (exact, by erf)
+/// or "gelu_pytorch_tanh".
+class Activation : public Leaf {
+ public:
+  /// @throws ConfigError if the name is another.
+  Activation(Module* parent, std::string name, const std::string& function);
+  at::Tensor apply(const at::Tensor& x) const override { return function_(x); }
+
+ private:
+  at::Tensor (*function_)(const at::Tensor&);
+};
+
+}  // namespace vlscope

@@ -1,0 +1,198 @@
+#include "models/model.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <map>
+#include <utility>
+
+#include "core/errors.h"
+#include "core/logging.h"
+#include "models/qwen3_vl.h"
+
+namespace vlscope {
+namespace {
+
+using Builder = std::unique_ptr<CausalLM> (*)(const Config&, Attention);
+
+template <class Family>
+std::unique_ptr<CausalLM> build_family(const Config& config, Attention attention) {
+  return std::make_unique<Family>(config, attention);
+}
+
+const std::map<std::string, Builder>& families() {
+  static const std::map<std::string, Builder> families = {{"qwen3_vl", build_family<Qwen3VL>}};
+  return families;
+}
+
+/// An id that stands for no image and no video.
+std::int64_t text_token(const Config& config) {
+  std::int64_t id = 0;
+  while (id == config.image_token_id || id == config.video_token_id) ++id;
+  return id;
+}
+
+/// One text token, and behind it one image of one merge block if asked for.
+Inputs least_inputs(const Config& config, bool with_image) {
+  Inputs inputs;
+  std::vector<std::int64_t> ids{text_token(config)};
+  if (with_image) {
+    const VisionConfig& vision = config.vision;
+    const std::int64_t side = vision.spatial_merge_size;
+    ids.push_back(config.image_token_id);
+    inputs.image_grid_thw = at::tensor(std::vector<std::int64_t>{1, side, side}).unsqueeze(0);
+    inputs.pixel_values =
+        at::empty({side * side, vision.in_channels * vision.temporal_patch_size *
+                                    vision.patch_size * vision.patch_size},
+                  at::TensorOptions(at::kMeta).dtype(at::kFloat));
+  }
+  inputs.input_ids = at::tensor(ids).unsqueeze(0);
+  return inputs;
+}
+
+}  // namespace
+
+std::vector<std::string> family_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, builder] : families()) names.push_back(name);
+  return names;
+}
+
+std::shared_ptr<Model> Model::build(const Config& config, Attention attention, bool text_only) {
+  const auto family = families().find(config.model_type);
+  if (family == families().end()) {
+    throw UnsupportedFamily(fmt::format("model_type \"{}\" is not served; these are: {}.",
+                                        config.model_type, fmt::join(family_names(), ", ")));
+  }
+  std::shared_ptr<Model> model(new Model(family->second(config, attention), attention));
+  if (text_only) {
+    model->text_only_ = true;
+    model->tree_->forbid_visual(
+        "the model was loaded with task=\"text-generation\", without a processor. Load it with "
+        "task=\"image-text-to-text\".");
+  }
+  return model;
+}
+
+Model::Model(std::unique_ptr<CausalLM> root, Attention attention)
+    : root_(std::move(root)), tree_(std::make_shared<Tree>(*root_)), attention_(attention) {
+  const auto options = at::TensorOptions(at::kMeta).dtype(config().dtype.value_or(at::kFloat));
+  for (const Module* module : tree_->modules()) {
+    for (const Parameter& parameter : module->parameters()) {
+      *parameter.tensor = at::empty(parameter.shape, options);
+      weights_.push_back(parameter.tensor);
+    }
+  }
+  number();
+}
+
+void Model::number() {
+  std::vector<const Location*> on_text, on_image;
+  const auto collect = [](std::vector<const Location*>& visited) {
+    return [&visited](const Location& location, at::Tensor* const*, std::size_t) {
+      visited.push_back(&location);
+    };
+  };
+  list(least_inputs(config(), false), collect(on_text));
+  list(least_inputs(config(), true), collect(on_image));
+  tree_->number(on_text, on_image);
+}
+
+void Model::list(Inputs inputs, const Trace::Visitor& visitor) const {
+  Trace::Options options;
+  options.visitor = visitor;
+  inputs = checked(std::move(inputs), config());
+  Trace trace(
+      tree_,
+      [&](Trace& running) { return root_->forward(running, std::move(inputs)); },
+      std::move(options));
+  trace.finish();
+}
+
+std::vector<WeightSpec> Model::weights() const {
+  std::vector<WeightSpec> specs;
+  for (const Module* module : tree_->modules()) {
+    for (const Parameter& parameter : module->parameters()) {
+      const std::string name = fmt::format("{}.{}", module->path(), parameter.name);
+      const bool tied = module == &root_->lm_head && config().tie_word_embeddings;
+      specs.push_back({name, parameter.shape, parameter.tensor,
+                       tied ? "model.language_model.embed_tokens.weight" : ""});
+    }
+  }
+  return specs;
+}
+
+LoadReport Model::load(const Checkpoint& checkpoint, const LoadOptions& options) {
+  LoadReport report = load_weights(weights(), checkpoint, options);
+  loaded_ = true;
+  for (const at::Tensor* weight : weights_) weight_versions_ += weight->_version();
+  return report;
+}
+
+at::Device Model::device() const { return weights_.front()->device(); }
+
+at::ScalarType Model::dtype() const { return weights_.front()->scalar_type(); }
+
+void Model::note_weight_edits() {
+  std::uint64_t versions = 0;
+  for (const at::Tensor* weight : weights_) versions += weight->_version();
+  if (versions == weight_versions_) return;
+  weight_versions_ = versions;
+  for (const WeightSpec& spec : weights()) {
+    if (spec.slot->_version() == 0) continue;
+    log().warn("{} has been edited in place; this model uses it as edited from now on.", spec.name);
+  }
+}
+
+std::unique_ptr<Trace> Model::trace(Inputs inputs) {
+  if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
+  if (text_only_ && inputs.pixel_values.defined()) {
+    throw InputError(
+        "images were given to a model loaded with task=\"text-generation\". Load it with "
+        "task=\"image-text-to-text\".");
+  }
+  Trace::Options options;
+  options.visual = inputs.pixel_values.defined();
+  options.foreign = {inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
+                     inputs.image_grid_thw};
+  inputs = checked(std::move(inputs), config());
+  note_weight_edits();
+  return std::make_unique<Trace>(
+      tree_,
+      [self = shared_from_this(), inputs = std::move(inputs)](Trace& running) {
+        return self->root_->forward(running, inputs);
+      },
+      std::move(options));
+}
+
+at::Tensor Model::forward(Inputs inputs) { return trace(std::move(inputs))->finish(); }
+
+at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
+  const std::int64_t width = config().text.hidden_size;
+  if (hidden.dim() == 0 || hidden.size(-1) != width) {
+    throw InputError(fmt::format("project_on_vocab takes [..., {}]; got [{}].", width,
+                                 fmt::join(hidden.sizes(), ", ")));
+  }
+  return root_->project_on_vocab(hidden);
+}
+
+std::vector<ScannedValue> Model::scan(Inputs inputs) const {
+  const std::shared_ptr<Model> shadow = build(config(), attention_, text_only_);
+  std::vector<ScannedValue> values;
+  if (inputs.pixel_values.defined()) inputs.pixel_values = inputs.pixel_values.to(at::kMeta);
+  shadow->list(std::move(inputs), [&](const Location& location, at::Tensor* const* live,
+                                      std::size_t count) {
+    const Location* own = tree_->order()[location.order()];
+    for (std::size_t slot = 0; slot < count; ++slot) {
+      if (!live[slot]->defined()) continue;
+      values.push_back({own, static_cast<int>(slot), live[slot]->sizes().vec(),
+                        live[slot]->scalar_type()});
+    }
+  });
+  return values;
+}
+
+}  // namespace vlscope

@@ -1,0 +1,71 @@
+// A loaded model: the module tree of its family, numbered, and its weights.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/weights.h"
+#include "models/causal_lm.h"
+
+namespace vlscope {
+
+/// What one location offers, as known without weights or compute.
+struct ScannedValue {
+  const Location* location;
+  int slot;
+  std::vector<std::int64_t> shape;
+  at::ScalarType dtype;
+};
+
+/// A model that traces run on. Immutable after `load`, so threads may share it; it must be owned by a
+/// shared_ptr, which its traces hold too.
+class Model : public std::enable_shared_from_this<Model> {
+ public:
+  /// Builds the module tree and numbers its locations. Weights are on the meta device until `load`.
+  /// @throws UnsupportedFamily if no family has the config's model_type
+  static std::shared_ptr<Model> build(const Config& config, Attention attention,
+                                      bool text_only = false);
+
+  /// Fills every weight from the checkpoint; see load_weights.
+  LoadReport load(const Checkpoint& checkpoint, const LoadOptions& options);
+  bool loaded() const { return loaded_; }
+
+  const Config& config() const { return root_->config(); }
+  const Tree& tree() const { return *tree_; }
+  Attention attention() const { return attention_; }
+  at::Device device() const;
+  at::ScalarType dtype() const;
+  /// Every weight that a checkpoint of this model holds.
+  std::vector<WeightSpec> weights() const;
+
+  /// Opens a trace; nothing is computed yet. Logs the weights that were edited since the last one.
+  /// @throws InputError if the inputs do not fit, before any compute
+  std::unique_ptr<Trace> trace(Inputs inputs);
+  /// The whole forward without stops: logits `[batch, kept, vocab]`.
+  at::Tensor forward(Inputs inputs);
+  /// Final norm and head on a stream `[..., hidden]`.
+  at::Tensor project_on_vocab(const at::Tensor& hidden) const;
+  /// Shape and dtype of every value for an input; computes nothing, and needs no weights.
+  std::vector<ScannedValue> scan(Inputs inputs) const;
+
+ private:
+  Model(std::unique_ptr<CausalLM> root, Attention attention);
+  void number();
+  void list(Inputs inputs, const Trace::Visitor& visitor) const;
+  void note_weight_edits();
+
+  std::unique_ptr<CausalLM> root_;
+  std::shared_ptr<Tree> tree_;
+  Attention attention_;
+  bool text_only_ = false;
+  bool loaded_ = false;
+  std::vector<at::Tensor*> weights_;
+  std::uint64_t weight_versions_ = 0;  ///< Sum of the weights' version counters.
+};
+
+/// Names of the families that load, as config.json spells them.
+std::vector<std::string> family_names();
+
+}  // namespace vlscope

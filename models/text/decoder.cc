@@ -1,0 +1,149 @@
+#include "models/text/decoder.h"
+
+#include <ATen/TensorOperators.h>
+
+#include <cmath>
+#include <utility>
+
+#include "core/ops/attention.h"
+#include "core/ops/rotary.h"
+
+namespace vlscope {
+
+TextRotary::TextRotary(Module* parent, std::string name, const TextConfig& config)
+    : Module(parent, std::move(name), kinds::text_rotary),
+      inverse_frequencies_(ops::inverse_frequencies(config.rope.theta, config.head_dim)),
+      section_(config.rope.mrope_section) {}
+
+Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor positions,
+                                         TextContext context) const {
+  co_await trace.at(input, x, positions);
+  std::tie(context.cos, context.sin) = ops::interleaved_mrope(
+      positions, inverse_frequencies_.to(positions.device()), section_, x.scalar_type());
+  co_await trace.at(output, context.cos, context.sin);
+  co_return context;
+}
+
+TextAttention::TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager)
+    : Module(parent, std::move(name), kinds::text_attention),
+      q_proj(this, "q_proj", config.hidden_size, config.num_attention_heads * config.head_dim,
+             config.attention_bias),
+      k_proj(this, "k_proj", config.hidden_size, config.num_key_value_heads * config.head_dim,
+             config.attention_bias),
+      v_proj(this, "v_proj", config.hidden_size, config.num_key_value_heads * config.head_dim,
+             config.attention_bias),
+      o_proj(this, "o_proj", config.num_attention_heads * config.head_dim, config.hidden_size,
+             config.attention_bias),
+      q_norm(this, "q_norm", config.head_dim, config.rms_norm_eps),
+      k_norm(this, "k_norm", config.head_dim, config.rms_norm_eps),
+      head_dim_(config.head_dim),
+      scale_(std::pow(static_cast<double>(config.head_dim), -0.5)),
+      eager_(eager) {}
+
+Flow<at::Tensor> TextAttention::operator()(Trace& trace, at::Tensor x, TextContext context) const {
+  at::Tensor pattern;
+  co_await trace.at(input, x, context.mask, context.position_ids, context.cos, context.sin);
+  if (!trace.skip(*this, x)) {
+    const std::int64_t batch = x.size(0), seq = x.size(1);
+    Attended attended;
+    {
+      const Heads heads = co_await project(trace, std::move(x), context);
+      attended = co_await attend(trace, heads, context.mask);
+    }
+    pattern = std::move(attended.pattern);
+    at::Tensor joined = std::exchange(attended.heads, {}).reshape({batch, seq, -1});
+    x = co_await o_proj(trace, std::move(joined));
+  }
+  co_await trace.at(output, x, pattern);
+  co_return x;
+}
+
+Flow<TextAttention::Heads> TextAttention::project(Trace& trace, at::Tensor x,
+                                                  const TextContext& context) const {
+  const auto per_head = [&](const at::Tensor& y) {
+    return y.view({y.size(0), y.size(1), -1, head_dim_});
+  };
+  Heads heads;
+  heads.q = co_await q_proj(trace, x);
+  heads.q = co_await q_norm(trace, per_head(heads.q));
+  heads.k = co_await k_proj(trace, x);
+  heads.k = co_await k_norm(trace, per_head(heads.k));
+  heads.v = co_await v_proj(trace, std::move(x));
+  const at::Tensor cos = context.cos.unsqueeze(1), sin = context.sin.unsqueeze(1);
+  heads.q = ops::rotate(heads.q.transpose(1, 2), cos, sin);
+  heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
+  heads.v = per_head(heads.v).transpose(1, 2);
+  co_await trace.at(queries, heads.q, heads.k, heads.v);
+  co_return heads;
+}
+
+// Under sdpa the pattern is computed only for a reader who waits for it, and only one that the
+// reader has changed (or put in a graph) is used.
+Flow<TextAttention::Attended> TextAttention::attend(Trace& trace, const Heads& heads,
+                                                    at::Tensor mask) const {
+  const auto& [q, k, v] = heads;
+  Attended result;
+  bool by_pattern = eager_;
+  if (eager_ || trace.wants(scores) || trace.wants(probabilities)) {
+    at::Tensor pattern = ops::attention_scores(q, k, mask, scale_);
+    by_pattern |= co_await trace.at(scores, pattern);
+    if (by_pattern || trace.wants(probabilities)) {
+      pattern = ops::attention_probabilities(pattern);
+      // Softmax keeps its result for the backward pass; an edit must not reach that.
+      if (pattern.requires_grad() && trace.wants(probabilities)) pattern = pattern.clone();
+      by_pattern |= co_await trace.at(probabilities, pattern);
+    }
+    if (by_pattern) result.heads = ops::attend(pattern, v);
+    if (eager_) result.pattern = std::move(pattern);
+  }
+  if (!by_pattern) {
+    result.heads = ops::fused_attention(q, k, v, mask, /*causal=*/true, scale_);
+  }
+  co_await trace.at(head_outputs, result.heads);
+  co_return result;
+}
+
+TextMlp::TextMlp(Module* parent, std::string name, const TextConfig& config)
+    : Module(parent, std::move(name), kinds::text_mlp),
+      gate_proj(this, "gate_proj", config.hidden_size, config.intermediate_size, false),
+      up_proj(this, "up_proj", config.hidden_size, config.intermediate_size, false),
+      down_proj(this, "down_proj", config.intermediate_size, config.hidden_size, false),
+      act_fn(this, "act_fn", config.hidden_act) {}
+
+Flow<at::Tensor> TextMlp::operator()(Trace& trace, at::Tensor x) const {
+  co_await trace.at(input, x);
+  if (!trace.skip(*this, x)) {
+    at::Tensor gate = co_await gate_proj(trace, x);
+    gate = co_await act_fn(trace, std::move(gate));
+    x = co_await up_proj(trace, std::move(x));
+    x = std::exchange(gate, {}) * x;
+    x = co_await down_proj(trace, std::move(x));
+  }
+  co_await trace.at(output, x);
+  co_return x;
+}
+
+TextLayer::TextLayer(Module* parent, std::string name, const TextConfig& config, bool eager)
+    : Module(parent, std::move(name), kinds::text_layer),
+      self_attn(this, "self_attn", config, eager),
+      mlp(this, "mlp", config),
+      input_layernorm(this, "input_layernorm", config.hidden_size, config.rms_norm_eps),
+      post_attention_layernorm(this, "post_attention_layernorm", config.hidden_size,
+                               config.rms_norm_eps) {}
+
+Flow<at::Tensor> TextLayer::operator()(Trace& trace, at::Tensor x, TextContext context) const {
+  trace.checkpoint();
+  co_await trace.at(input, x, context.mask, context.position_ids, context.cos, context.sin);
+  if (!trace.skip(*this, x)) {
+    at::Tensor branch = co_await input_layernorm(trace, x);
+    branch = co_await self_attn(trace, std::move(branch), context);
+    x = x + branch;
+    branch = co_await post_attention_layernorm(trace, x);
+    branch = co_await mlp(trace, std::move(branch));
+    x = x + branch;
+  }
+  co_await trace.at(output, x);
+  co_return x;
+}
+
+}  // namespace vlscope

@@ -1,0 +1,197 @@
+#include "models/vision/tower.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/conv3d.h>
+#include <ATen/ops/linear.h>
+
+#include <cmath>
+#include <utility>
+
+#include "core/ops/attention.h"
+#include "core/ops/rotary.h"
+
+namespace vlscope {
+namespace {
+
+// The reference writes these into the model, whatever the config says.
+constexpr double kNormEps = 1e-6;
+
+std::int64_t block_area(const VisionConfig& config) {
+  return config.spatial_merge_size * config.spatial_merge_size;
+}
+
+/// Rotates in float32 and returns the dtype of `x`. `x` is `[patches, heads, head_dim]`.
+at::Tensor rotate_precisely(const at::Tensor& x, const VisionContext& context) {
+  const at::ScalarType precise = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return ops::rotate(x.to(precise), context.cos.unsqueeze(-2), context.sin.unsqueeze(-2))
+      .to(x.scalar_type());
+}
+
+/// `[patches, heads, head_dim]` -> `[1, heads, patches, head_dim]`.
+at::Tensor heads_first(const at::Tensor& x) { return x.transpose(0, 1).unsqueeze(0); }
+
+}  // namespace
+
+PatchProjection::PatchProjection(Module* parent, std::string name, const VisionConfig& config)
+    : Leaf(parent, std::move(name), kinds::conv3d) {
+  declare("weight",
+          {config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
+           config.patch_size},
+          weight_);
+  declare("bias", {config.hidden_size}, bias_);
+}
+
+at::Tensor PatchProjection::apply(const at::Tensor& x) const {
+  if (x.is_cpu() && x.scalar_type() == at::kFloat) {
+    return at::conv3d(x, weight_, bias_, /*stride=*/weight_.sizes().slice(2));
+  }
+  const at::Tensor rows = at::linear(x.flatten(1), weight_.flatten(1), bias_);
+  return rows.view({x.size(0), weight_.size(0), 1, 1, 1});
+}
+
+PatchEmbed::PatchEmbed(Module* parent, std::string name, const VisionConfig& config)
+    : Module(parent, std::move(name), kinds::patch_embed),
+      proj(this, "proj", config),
+      patch_shape_{-1, config.in_channels, config.temporal_patch_size, config.patch_size,
+                   config.patch_size} {}
+
+Flow<at::Tensor> PatchEmbed::operator()(Trace& trace, at::Tensor pixels) const {
+  co_await trace.at(input, pixels);
+  if (!trace.skip(*this, pixels)) {
+    at::Tensor patches = pixels.view(patch_shape_).to(proj.dtype());
+    pixels = co_await proj(trace, std::move(patches));
+    pixels = pixels.flatten(1);
+  }
+  co_await trace.at(output, pixels);
+  co_return pixels;
+}
+
+VisionRotary::VisionRotary(Module* parent, std::string name, const VisionConfig& config)
+    : Module(parent, std::move(name), kinds::vision_rotary),
+      inverse_frequencies_(ops::inverse_frequencies(config.rope_theta, config.head_dim() / 2)) {}
+
+Flow<VisionContext> VisionRotary::operator()(Trace& trace, at::Tensor x, at::Tensor coordinates,
+                                             VisionContext context) const {
+  co_await trace.at(input, x, coordinates);
+  std::tie(context.cos, context.sin) =
+      ops::axial_rope(coordinates, inverse_frequencies_.to(coordinates.device()));
+  co_await trace.at(output, context.cos, context.sin);
+  co_return context;
+}
+
+VisionAttention::VisionAttention(Module* parent, std::string name, const VisionConfig& config,
+                                 bool eager)
+    : Module(parent, std::move(name), kinds::vision_attention),
+      qkv(this, "qkv", config.hidden_size, 3 * config.hidden_size, true),
+      proj(this, "proj", config.hidden_size, config.hidden_size, true),
+      heads_(config.num_heads),
+      scale_(std::pow(static_cast<double>(config.head_dim()), -0.5)),
+      eager_(eager) {}
+
+Flow<at::Tensor> VisionAttention::operator()(Trace& trace, at::Tensor x,
+                                             VisionContext context) const {
+  co_await trace.at(input, x, context.cu_seqlens, context.max_seqlen, context.cos, context.sin);
+  if (!trace.skip(*this, x)) {
+    const std::int64_t patches = x.size(0);
+    x = co_await qkv(trace, std::move(x));
+    const auto parts = x.reshape({patches, 3, heads_, -1}).permute({1, 0, 2, 3}).unbind(0);
+    at::Tensor q = heads_first(rotate_precisely(parts[0], context));
+    at::Tensor k = heads_first(rotate_precisely(parts[1], context));
+    at::Tensor v = heads_first(parts[2]);
+    co_await trace.at(queries, q, k, v);
+    x = attend(q, k, v, context);
+    co_await trace.at(head_outputs, x);
+    x = x.reshape({patches, -1});
+    x = co_await proj(trace, std::move(x));
+  }
+  co_await trace.at(output, x);
+  co_return x;
+}
+
+at::Tensor VisionAttention::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const VisionContext& context) const {
+  std::vector<at::Tensor> outputs;
+  std::int64_t start = 0;
+  for (const std::int64_t length : *context.segments) {
+    const at::Tensor qs = q.narrow(2, start, length), ks = k.narrow(2, start, length),
+                     vs = v.narrow(2, start, length);
+    if (eager_) {
+      const at::Tensor scores = ops::full_scores(qs, ks, scale_);
+      outputs.push_back(ops::attend(ops::attention_probabilities(scores), vs));
+    } else {
+      outputs.push_back(ops::fused_attention(qs, ks, vs, {}, /*causal=*/false, scale_));
+    }
+    start += length;
+  }
+  return outputs.size() == 1 ? outputs.front() : at::cat(outputs, 1);
+}
+
+VisionMlp::VisionMlp(Module* parent, std::string name, const VisionConfig& config)
+    : Module(parent, std::move(name), kinds::vision_mlp),
+      linear_fc1(this, "linear_fc1", config.hidden_size, config.intermediate_size, true),
+      act_fn(this, "act_fn", config.hidden_act),
+      linear_fc2(this, "linear_fc2", config.intermediate_size, config.hidden_size, true) {}
+
+Flow<at::Tensor> VisionMlp::operator()(Trace& trace, at::Tensor x) const {
+  co_await trace.at(input, x);
+  if (!trace.skip(*this, x)) {
+    x = co_await linear_fc1(trace, std::move(x));
+    x = co_await act_fn(trace, std::move(x));
+    x = co_await linear_fc2(trace, std::move(x));
+  }
+  co_await trace.at(output, x);
+  co_return x;
+}
+
+VisionLayer::VisionLayer(Module* parent, std::string name, const VisionConfig& config, bool eager)
+    : Module(parent, std::move(name), kinds::vision_layer),
+      norm1(this, "norm1", config.hidden_size, kNormEps),
+      attn(this, "attn", config, eager),
+      norm2(this, "norm2", config.hidden_size, kNormEps),
+      mlp(this, "mlp", config) {}
+
+Flow<at::Tensor> VisionLayer::operator()(Trace& trace, at::Tensor x, VisionContext context) const {
+  trace.checkpoint();
+  co_await trace.at(input, x, context.cu_seqlens, context.max_seqlen, context.cos, context.sin);
+  if (!trace.skip(*this, x)) {
+    at::Tensor branch = co_await norm1(trace, x);
+    branch = co_await attn(trace, std::move(branch), context);
+    x = x + branch;
+    branch = co_await norm2(trace, x);
+    branch = co_await mlp(trace, std::move(branch));
+    x = x + branch;
+  }
+  co_await trace.at(output, x);
+  co_return x;
+}
+
+Merger::Merger(Module* parent, std::string name, const Kind& kind, const VisionConfig& config,
+               Norm norm)
+    : Module(parent, std::move(name), kind),
+      norm(this, "norm",
+           norm == Norm::kBlock ? config.hidden_size * block_area(config) : config.hidden_size,
+           kNormEps),
+      linear_fc1(this, "linear_fc1", config.hidden_size * block_area(config),
+                 config.hidden_size * block_area(config), true),
+      act_fn(this, "act_fn", "gelu"),
+      linear_fc2(this, "linear_fc2", config.hidden_size * block_area(config),
+                 config.out_hidden_size, true),
+      block_width_(config.hidden_size * block_area(config)),
+      norm_(norm) {}
+
+Flow<at::Tensor> Merger::operator()(Trace& trace, at::Tensor x) const {
+  co_await trace.at(input, x);
+  if (!trace.skip(*this, x)) {
+    if (norm_ == Norm::kBlock) x = x.view({-1, block_width_});
+    x = co_await norm(trace, std::move(x));
+    if (norm_ == Norm::kPatch) x = x.view({-1, block_width_});
+    x = co_await linear_fc1(trace, std::move(x));
+    x = co_await act_fn(trace, std::move(x));
+    x = co_await linear_fc2(trace, std::move(x));
+  }
+  co_await trace.at(output, x);
+  co_return x;
+}
+
+}  // namespace vlscope

@@ -1,0 +1,121 @@
+// The parts of the vision tower.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "models/layers.h"
+#include "models/vision/layout.h"
+
+namespace vlscope {
+
+/// What every block of the tower reads besides the stream. Cheap to copy: tensors are shared.
+struct VisionContext {
+  at::Tensor cu_seqlens;  ///< `[segments + 1]` int32
+  at::Tensor max_seqlen;  ///< None, as in the reference outside flash attention
+  at::Tensor cos, sin;    ///< `[patches, head_dim]` float32
+  const std::vector<std::int64_t>* segments;  ///< Lengths of the segments; owned by the forward.
+};
+
+/// The projection of a patch of `channels x frames x side x side` pixels to one vector: a convolution
+/// whose kernel and stride are one patch.
+class PatchProjection : public Leaf {
+ public:
+  PatchProjection(Module* parent, std::string name, const VisionConfig& config);
+  /// `[patches, channels, frames, side, side]` -> `[patches, hidden, 1, 1, 1]`. In float32 on the
+  /// CPU by the convolution, whose bits are the reference's; elsewhere by the equal matrix product.
+  at::Tensor apply(const at::Tensor& x) const override;
+  at::ScalarType dtype() const { return weight_.scalar_type(); }
+
+ private:
+  at::Tensor weight_, bias_;
+};
+
+/// `[patches, channels * frames * side * side]` pixels -> `[patches, hidden]`.
+class PatchEmbed : public Module {
+ public:
+  PatchEmbed(Module* parent, std::string name, const VisionConfig& config);
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor pixels) const;
+
+  PatchProjection proj;
+
+ private:
+  std::vector<std::int64_t> patch_shape_;
+};
+
+/// The 2-D rotary tables.
+class VisionRotary : public Module {
+ public:
+  VisionRotary(Module* parent, std::string name, const VisionConfig& config);
+  /// Puts cos and sin into the context. `x` is only watched.
+  Flow<VisionContext> operator()(Trace& trace, at::Tensor x, at::Tensor coordinates,
+                                 VisionContext context) const;
+
+ private:
+  at::Tensor inverse_frequencies_;
+};
+
+/// Attention within each segment of the row of patches.
+class VisionAttention : public Module {
+ public:
+  VisionAttention(Module* parent, std::string name, const VisionConfig& config, bool eager);
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, VisionContext context) const;
+
+  Linear qkv;
+  Linear proj;
+  Location queries{this, "attention_queries"};  ///< q, k and v, whole rows
+  Location head_outputs{this, "attention_head_outputs"};
+
+ private:
+  at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                    const VisionContext& context) const;
+
+  std::int64_t heads_;
+  double scale_;
+  bool eager_;
+};
+
+/// linear_fc2(gelu(linear_fc1(x))).
+class VisionMlp : public Module {
+ public:
+  VisionMlp(Module* parent, std::string name, const VisionConfig& config);
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
+
+  Linear linear_fc1;
+  Activation act_fn;
+  Linear linear_fc2;
+};
+
+/// h = x + attn(norm1(x));  out = h + mlp(norm2(h)).
+class VisionLayer : public Module {
+ public:
+  VisionLayer(Module* parent, std::string name, const VisionConfig& config, bool eager);
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, VisionContext context) const;
+
+  LayerNorm norm1;
+  VisionAttention attn;
+  LayerNorm norm2;
+  VisionMlp mlp;
+};
+
+/// Folds each merge block of patches into one image token: norm, concatenation, linear_fc1, GELU
+/// (erf), linear_fc2. The projector norms each patch, a DeepStack merger the concatenation.
+class Merger : public Module {
+ public:
+  enum class Norm { kPatch, kBlock };
+  Merger(Module* parent, std::string name, const Kind& kind, const VisionConfig& config, Norm norm);
+  /// `[patches, hidden]` -> `[image_tokens, out_hidden_size]`.
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
+
+  LayerNorm norm;
+  Linear linear_fc1;
+  Activation act_fn;
+  Linear linear_fc2;
+
+ private:
+  std::int64_t block_width_;
+  Norm norm_;
+};
+
+}  // namespace vlscope
