@@ -24,7 +24,8 @@ using LevelTable = std::array<std::array<float, kLevels>, kChannels>;
 
 int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
-// Rescaling is folded into mean and std as the reference does, so that (v - mean) / std rounds alike.
+// Rescaling is folded into mean and std as the reference does, so that (v - mean) / std rounds
+// alike.
 LevelTable level_table(const ImageOptions& options) {
   const float scale = options.do_rescale ? static_cast<float>(1.0 / options.rescale_factor) : 1.0f;
   LevelTable table;
@@ -162,11 +163,11 @@ ImageSize smart_resize(ImageSize size, int64_t factor, PixelLimits limits) {
   }
   const auto [shorter, longer] = std::minmax(height, width);
   if (longer > kMaxAspectRatio * shorter) {
-    throw InputError(
-        fmt::format("the image is {} pixels high and {} wide, an aspect ratio of {:.6g}; at most {} "
-                    "is allowed: crop or pad it",
-                    height, width, static_cast<double>(longer) / static_cast<double>(shorter),
-                    kMaxAspectRatio));
+    throw InputError(fmt::format(
+        "the image is {} pixels high and {} wide, an aspect ratio of {:.6g}; at most {} "
+        "is allowed: crop or pad it",
+        height, width, static_cast<double>(longer) / static_cast<double>(shorter),
+        kMaxAspectRatio));
   }
   const double h = static_cast<double>(height);
   const double w = static_cast<double>(width);

@@ -1,8 +1,9 @@
-// The pixel arithmetic of the Qwen-VL processors: choose a size, resize, normalise, cut into patches.
+// The pixel arithmetic of the Qwen-VL processors: choose a size, resize, normalise, cut into
+// patches.
 //
-// The results equal those of the reference's torchvision backend bit for bit: the same ATen resize kernel on
-// uint8, the same float32 subtraction and division, the same order of patches. Decoding files is left to
-// the caller.
+// The results equal those of the reference's torchvision backend bit for bit: the same ATen resize
+// kernel on uint8, the same float32 subtraction and division, the same order of patches. Decoding
+// files is left to the caller.
 #pragma once
 
 #include <array>
@@ -40,28 +41,32 @@ struct ImageOptions {
   std::array<double, 3> image_std = {0.26862954, 0.26130258, 0.27577711};
 };
 
-/// Throws InputError unless every size is positive, 0 < min_pixels <= max_pixels, and no std is zero.
+/// Throws InputError unless every size is positive, 0 < min_pixels <= max_pixels, and no std is
+/// zero.
 void check_image_options(const ImageOptions& options);
 
-/// The size nearest to `size` whose sides are multiples of `factor` and whose area lies within the limits,
-/// keeping the aspect ratio as far as that allows. Halves round to even and all arithmetic is in double, as in
-/// the reference (Python's round). A thin image may exceed max_pixels: no side falls under one factor.
-/// Throws InputError on an empty image and on an aspect ratio over 200 (exactly 200 is allowed).
+/// The size nearest to `size` whose sides are multiples of `factor` and whose area lies within the
+/// limits, keeping the aspect ratio as far as that allows. Halves round to even and all arithmetic
+/// is in double, as in the reference (Python's round). A thin image may exceed max_pixels: no side
+/// falls under one factor. Throws InputError on an empty image and on an aspect ratio over 200
+/// (exactly 200 is allowed).
 ImageSize smart_resize(ImageSize size, int64_t factor, PixelLimits limits);
 
-/// The size at which an image is cut into patches: smart_resize, or `size` itself when do_resize is off, which
-/// then has to be a multiple of patch_size * merge_size (InputError).
+/// The size at which an image is cut into patches: smart_resize, or `size` itself when do_resize is
+/// off, which then has to be a multiple of patch_size * merge_size (InputError).
 ImageSize processed_size(ImageSize size, const ImageOptions& options);
 
-/// Antialiased bicubic resize of uint8 frames [F, 3, H, W]; returned as they are when the size is right.
+/// Antialiased bicubic resize of uint8 frames [F, 3, H, W]; returned as they are when the size is
+/// right.
 at::Tensor resize_frames(const at::Tensor& frames, ImageSize size);
 
-/// Normalises uint8 frames [F, 3, H, W] (any strides) and writes their patches to `out`, a contiguous float32
-/// tensor [ceil(F / T) * H / P * W / P, 3 * T * P * P], with P = patch_size and T = temporal_patch_size.
+/// Normalises uint8 frames [F, 3, H, W] (any strides) and writes their patches to `out`, a
+/// contiguous float32 tensor [ceil(F / T) * H / P * W / P, 3 * T * P * P], with P = patch_size and
+/// T = temporal_patch_size.
 ///
-/// Rows run over temporal patches, then over merge blocks of merge_size x merge_size patches in row-major
-/// order, then inside the block; columns over (channel, frame, y, x). The last frame is repeated to fill the
-/// last temporal patch, so a still image is one frame.
+/// Rows run over temporal patches, then over merge blocks of merge_size x merge_size patches in
+/// row-major order, then inside the block; columns over (channel, frame, y, x). The last frame is
+/// repeated to fill the last temporal patch, so a still image is one frame.
 void write_patches(const at::Tensor& frames, const ImageOptions& options, const at::Tensor& out);
 
 struct ImagePatches {
@@ -69,8 +74,8 @@ struct ImagePatches {
   at::Tensor image_grid_thw;  ///< int64 [images, 3], in patches; t = 1
 };
 
-/// The patches of uint8 RGB images [H, W, 3] on the CPU, one after the other. Sizes are checked before any
-/// image is touched. Throws InputError naming the image by its index.
+/// The patches of uint8 RGB images [H, W, 3] on the CPU, one after the other. Sizes are checked
+/// before any image is touched. Throws InputError naming the image by its index.
 ImagePatches preprocess_images(const std::vector<at::Tensor>& images, const ImageOptions& options);
 
 }  // namespace vlscope

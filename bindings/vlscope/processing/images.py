@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from .text import check_return_tensors
 if TYPE_CHECKING:
     from PIL import Image
 
-    ImageInput = Union[Image.Image, np.ndarray, torch.Tensor, str, os.PathLike[str], bytes]
 
 _BICUBIC = 3
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -83,10 +82,9 @@ class ImageSettings:
         names = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(changes) - names - {"size"}):
             raise TypeError(
-                f"unknown image setting {unknown[0]!r}; "
-                f"the settings are {', '.join(sorted(names | {'size'}))}"
+                f"unknown image setting {unknown[0]!r}; the settings are {', '.join(sorted(names | {'size'}))}"
             )
-        merged = {} if changes.get("size") is None else _limits_of_size(changes["size"])
+        merged: dict[str, Any] = {} if changes.get("size") is None else _limits_of_size(changes["size"])
         for name, value in changes.items():
             if name != "size" and value is not None:
                 merged[name] = tuple(value) if isinstance(value, list) else value
@@ -106,17 +104,14 @@ class ImageSettings:
             try:
                 setattr(options, field.name, value)
             except TypeError:
-                raise InputError(
-                    f"image setting {field.name} has to be {field.type}, got {value!r}"
-                ) from None
+                raise InputError(f"{field.name} has to be {field.type}, got {value!r}") from None
         return options
 
 
 def _limits_of_size(size: Any) -> dict[str, int]:
     if not isinstance(size, Mapping) or not set(size) <= set(_SIZE_KEYS):
         raise InputError(
-            f"size has to be a mapping with 'shortest_edge' and 'longest_edge' (pixel counts), "
-            f"got {size!r}"
+            f"size has to be a mapping with 'shortest_edge' and 'longest_edge' (pixel counts), got {size!r}"
         )
     return {_SIZE_KEYS[name]: value for name, value in size.items() if value is not None}
 
@@ -145,17 +140,13 @@ class ImageProcessor:
             "longest_edge": self.settings.max_pixels,
         }
 
-    def __call__(
-        self, images: Any, return_tensors: str | None = "pt", **changes: Any
-    ) -> dict[str, torch.Tensor]:
+    def __call__(self, images: Any, return_tensors: str | None = "pt", **changes: Any) -> dict[str, torch.Tensor]:
         """Process one image, a list, or a list of lists. `changes` hold for this call only."""
         check_return_tensors(return_tensors)
         settings = self.settings.replace(**changes)
         return self.process(load_images(flatten_images(images)), settings)
 
-    def process(
-        self, pixels: Sequence[np.ndarray], settings: ImageSettings
-    ) -> dict[str, torch.Tensor]:
+    def process(self, pixels: Sequence[np.ndarray], settings: ImageSettings) -> dict[str, torch.Tensor]:
         """Patches and grids of uint8 arrays [height, width, 3] (see `load_images`)."""
         values, grids = _core.preprocess_images(list(pixels), settings.native())
         return {"pixel_values": values, "image_grid_thw": grids}
@@ -234,8 +225,7 @@ def _load(image: Any) -> np.ndarray:
     if isinstance(image, Image.Image):
         return _from_pil(image)
     raise InputError(
-        f"a {type(image).__name__} is not an image; pass a PIL image, a path, bytes, "
-        "or a uint8 array or tensor"
+        f"a {type(image).__name__} is not an image; pass a PIL image, a path, bytes, or a uint8 array or tensor"
     )
 
 
@@ -284,9 +274,7 @@ def _from_array(array: np.ndarray) -> np.ndarray:
     elif array.ndim == 3 and array.shape[0] in (1, 3):
         array = array.transpose(1, 2, 0)
     if array.ndim != 3 or array.shape[2] not in (1, 3):
-        raise InputError(
-            f"pixels have to be [height, width, 3] or [3, height, width], got {list(array.shape)}"
-        )
+        raise InputError(f"pixels have to be [height, width, 3] or [3, height, width], got {list(array.shape)}")
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
     return np.broadcast_to(array, (*array.shape[:2], 3))

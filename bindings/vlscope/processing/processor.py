@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import CheckpointNotFound, InputError, Unavailable
+from ..errors import CheckpointNotFound, ConfigError, InputError, Unavailable
 from .conversation import is_conversation, split_images, user_turn
 from .images import ImageProcessor, ImageSettings, flatten_images, load_images, token_counts
 from .text import ChatTemplate, Encoding, Tokenizer, pad_rows, read_json
@@ -70,12 +70,8 @@ class Processor:
         config = config or {}
         self.image_token_id = self._special_id(self.image_token, config.get("image_token_id"))
         self.video_token_id = self._special_id(self.video_token, config.get("video_token_id"))
-        self.vision_start_token_id = self._special_id(
-            self.vision_start_token, config.get("vision_start_token_id")
-        )
-        self.vision_end_token_id = self._special_id(
-            self.vision_end_token, config.get("vision_end_token_id")
-        )
+        self.vision_start_token_id = self._special_id(self.vision_start_token, config.get("vision_start_token_id"))
+        self.vision_end_token_id = self._special_id(self.vision_end_token, config.get("vision_end_token_id"))
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], **image_settings: Any) -> Processor:
@@ -89,10 +85,10 @@ class Processor:
             raise CheckpointNotFound(f"there is no folder {str(folder)!r}")
         settings = _read_image_settings(folder)
         if settings is None and image_settings:
-            settings = ImageSettings()
+            raise ConfigError(f"{folder} has no preprocessor_config.json that {', '.join(image_settings)} could change")
         return cls(
             Tokenizer.from_folder(folder),
-            settings and ImageProcessor(settings.replace(**image_settings)),
+            None if settings is None else ImageProcessor(settings.replace(**image_settings)),
             ChatTemplate.from_folder(folder),
             read_json(folder / "config.json"),
         )
@@ -100,7 +96,7 @@ class Processor:
     @property
     def chat_template(self) -> str | None:
         """The source of the chat template."""
-        return self._template and self._template.source
+        return None if self._template is None else self._template.source
 
     def __call__(
         self,
@@ -129,15 +125,14 @@ class Processor:
         if text is None:
             if images is None:
                 raise InputError("pass text=, images= or both")
-            return Encoding(self._processor_of_images().process(
-                load_images(flatten_images(images)), settings))  # fmt: skip
+            return Encoding(self._processor_of_images().process(load_images(flatten_images(images)), settings))
         texts = [text] if isinstance(text, str) else list(text)
         if not texts:
             raise InputError("the list of texts is empty")
         ids = [self._tokenizer().encode(item) for item in texts]
         slots = [self._count(row, self.image_token_id) for row in ids]
         rows = []
-        for index, (row, own) in enumerate(zip(ids, _deal(images, slots))):
+        for index, (row, own) in enumerate(zip(ids, _deal(images, slots), strict=True)):
             with _naming_prompt(index, len(ids)):
                 self._check_placeholders(row, own)
             rows.append(_Row(row, own))
@@ -240,8 +235,8 @@ class Processor:
         prompts = _as_batch(prompt)
         if any(isinstance(item, Mapping) for item in prompts):
             parts = [
-                self.encode_prompt(item, own, **image_settings)
-                for item, own in zip(prompts, _deal(images, [0] * len(prompts)))
+                self.encode_prompt(item, own or None, **image_settings)
+                for item, own in zip(prompts, _deal(images, [0] * len(prompts)), strict=True)
             ]
             return self._join(parts, padding_side)
         drafts = []
@@ -249,7 +244,8 @@ class Processor:
             with _naming_prompt(index, len(prompts)):
                 drafts.append(self._draft(item))
         rows = []
-        for index, (draft, own) in enumerate(zip(drafts, _deal(images, [d.slots for d in drafts]))):
+        dealt = _deal(images, [draft.slots for draft in drafts])
+        for index, (draft, own) in enumerate(zip(drafts, dealt, strict=True)):
             with _naming_prompt(index, len(prompts)):
                 rows.append(self._row(draft, own))
         return self._encode(rows, settings, padding=True, padding_side=padding_side)
@@ -305,7 +301,9 @@ class Processor:
         return_mm_token_type_ids: bool = True,
     ) -> Encoding:
         """Repeat the placeholders, pad, and cut the images into patches; checks come first."""
-        pixels = load_images([image for row in rows for image in row.images])
+        images = [image for row in rows for image in row.images]
+        processor = self._processor_of_images() if images else None
+        pixels = load_images(images)
         counts = iter(token_counts(pixels, settings))
         expanded = []
         for index, row in enumerate(rows):
@@ -316,8 +314,8 @@ class Processor:
         encoding = self._pad(expanded, padding, max_length, padding_side, return_tensors)
         if return_mm_token_type_ids:
             encoding["mm_token_type_ids"] = self._token_types(encoding["input_ids"])
-        if pixels:
-            encoding.update(self._processor_of_images().process(pixels, settings))
+        if processor is not None:
+            encoding.update(processor.process(pixels, settings))
         return encoding
 
     def _expand(self, row: _Row, counts: Sequence[int]) -> list[int]:
@@ -377,7 +375,7 @@ class Processor:
         rows = [
             ids[mask.bool()].tolist()
             for encoding in encodings
-            for ids, mask in zip(encoding["input_ids"], _mask_of(encoding))
+            for ids, mask in zip(encoding["input_ids"], _mask_of(encoding), strict=True)
         ]
         joined = self._pad(rows, True, None, side, "pt")
         joined["mm_token_type_ids"] = self._token_types(joined["input_ids"])
@@ -389,9 +387,7 @@ class Processor:
     def _check_placeholders(self, ids: Sequence[int], images: Sequence[Any]) -> None:
         placeholders = self._count(ids, self.image_token_id)
         if placeholders != len(images):
-            advice = (
-                f"; write {_WRITTEN_PLACEHOLDER} where each image belongs" if not placeholders else ""
-            )
+            advice = f"; write {_WRITTEN_PLACEHOLDER} where each image belongs" if not placeholders else ""
             raise InputError(
                 f"the text holds {placeholders} image placeholders ({self.image_token}), and "
                 f"{len(images)} images were passed{advice}"
@@ -486,9 +482,7 @@ def _deal(images: Any, slots: Sequence[int]) -> list[list[Any]]:
     """The images of each prompt; `slots` says how many each asks for, to divide a flat list."""
     if images is None:
         return [[] for _ in slots]
-    if isinstance(images, (list, tuple)) and any(
-        item is None or isinstance(item, (list, tuple)) for item in images
-    ):
+    if isinstance(images, (list, tuple)) and any(item is None or isinstance(item, (list, tuple)) for item in images):
         if len(images) != len(slots):
             raise InputError(f"{len(images)} lists of images were passed for {len(slots)} prompts")
         return [[] if own is None else flatten_images(own) for own in images]

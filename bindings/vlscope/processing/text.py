@@ -27,7 +27,7 @@ _QWEN2_PATTERN = (
 )
 
 
-class Encoding(dict):
+class Encoding(dict[str, Any]):
     """What a processor returns: a dict whose entries are attributes too.
 
     `input_ids`, `attention_mask` and `mm_token_type_ids` (0 text, 1 image, 2 video) are
@@ -44,8 +44,7 @@ class Encoding(dict):
     def to(self, device: torch.device | str) -> Encoding:
         """The same encoding with its tensors on `device`."""
         return Encoding(
-            (name, value.to(device) if isinstance(value, torch.Tensor) else value)
-            for name, value in self.items()
+            (name, value.to(device) if isinstance(value, torch.Tensor) else value) for name, value in self.items()
         )
 
 
@@ -129,12 +128,13 @@ class Tokenizer:
         if isinstance(ids, int):
             ids = [ids]
         if ids and isinstance(ids[0], (list, tuple)):
-            return [self.decode(row, skip_special_tokens) for row in ids]
+            return self.batch_decode(ids, skip_special_tokens)
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, batch: Any, skip_special_tokens: bool = False) -> list[str]:
         """The text of each sequence of a batch."""
-        return [self.decode(row, skip_special_tokens) for row in _plain(batch)]
+        rows = [list(_plain(row)) for row in _plain(batch)]
+        return [self.backend.decode(row, skip_special_tokens=skip_special_tokens) for row in rows]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         """The id of a token, or of each of several; None for what is not in the vocabulary."""
@@ -159,10 +159,10 @@ class Tokenizer:
         add_special_tokens: bool = True,
     ) -> Encoding:
         """Ids and mask of one text or several, padded and made tensors when asked."""
-        single = isinstance(text, str)
-        rows = [self.encode(item, add_special_tokens) for item in ([text] if single else text)]
+        texts = [text] if isinstance(text, str) else text
+        rows = [self.encode(item, add_special_tokens) for item in texts]
         encoding = self.pad(rows, padding, max_length, padding_side, return_tensors)
-        if single and return_tensors is None:
+        if isinstance(text, str) and return_tensors is None:
             return Encoding((name, rows[0]) for name, rows in encoding.items())
         return encoding
 
@@ -215,31 +215,29 @@ def pad_rows(
     lengths = sorted({len(row) for row in rows})
     ids, masks = [], []
     for row in rows:
-        missing = 0 if length is None else max(0, length - len(row))
-        if missing and pad_id is None:
-            raise InputError(
-                f"prompts of {lengths[0]} and {length} tokens need padding, and the tokenizer names "
-                "no pad token; set `processor.tokenizer.pad_token`"
-            )
-        pads, mask = [pad_id] * missing, [0] * missing
+        pads: list[int] = []
+        if length is not None and length > len(row):
+            if pad_id is None:
+                raise InputError(
+                    f"prompts of {lengths[0]} and {length} tokens need padding, and the tokenizer names "
+                    "no pad token; set `processor.tokenizer.pad_token`"
+                )
+            pads = [pad_id] * (length - len(row))
+        mask = [0] * len(pads)
         left = side == "left"
         ids.append(pads + list(row) if left else list(row) + pads)
         masks.append(mask + [1] * len(row) if left else [1] * len(row) + mask)
     if return_tensors is None:
         return Encoding(input_ids=ids, attention_mask=masks)
     if len({len(row) for row in ids}) > 1:
-        raise InputError(
-            f"rows of {lengths[0]} to {lengths[-1]} tokens cannot be one tensor; pass padding=True"
-        )
+        raise InputError(f"rows of {lengths[0]} to {lengths[-1]} tokens cannot be one tensor; pass padding=True")
     return Encoding(
         input_ids=torch.tensor(ids, dtype=torch.long),
         attention_mask=torch.tensor(masks, dtype=torch.long),
     )
 
 
-def _padded_length(
-    rows: Sequence[Sequence[int]], padding: bool | str, max_length: int | None
-) -> int | None:
+def _padded_length(rows: Sequence[Sequence[int]], padding: bool | str, max_length: int | None) -> int | None:
     if padding in (False, "do_not_pad"):
         return None
     if padding in (True, "longest"):
@@ -308,10 +306,15 @@ def _compile(source: str) -> jinja2.Template:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)  # fmt: skip
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
@@ -341,12 +344,15 @@ def _template_in(path: Path) -> str | None:
         template = {entry["name"]: entry["template"] for entry in template}
     if isinstance(template, dict):
         template = template.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{path}: chat_template has to be a string, got {type(template).__name__}")
     return template
 
 
 def _token_text(token: Any) -> str | None:
     """A special token of tokenizer_config.json: a string, or an object with its content."""
-    return token["content"] if isinstance(token, Mapping) else token
+    text: str | None = token["content"] if isinstance(token, Mapping) else token
+    return text
 
 
 def _plain(ids: Any) -> Any:
@@ -391,7 +397,7 @@ def _add_missing_tokens(backend: Backend, config: Mapping[str, Any], folder: Pat
     """Add the tokens that the folder declares and the backend lacks, at the ids declared."""
     from tokenizers import AddedToken
 
-    declared = {
+    declared: dict[int, dict[str, Any]] = {
         index: {"content": text, "special": True}
         for text, index in (read_json(folder / "added_tokens.json") or {}).items()
     }
@@ -407,6 +413,5 @@ def _add_missing_tokens(backend: Backend, config: Mapping[str, Any], folder: Pat
     for index, token in declared.items():
         if (found := backend.token_to_id(token["content"])) != index:
             raise ConfigError(
-                f"{folder}: token {token['content']!r} is declared at id {index}, but the vocabulary "
-                f"has it at {found}"
+                f"{folder}: token {token['content']!r} is declared at id {index}, but the vocabulary has it at {found}"
             )
