@@ -31,7 +31,7 @@ def test_the_demo_shows_the_ablation_and_ends_with_the_path_of_its_picture(tmp_p
     lines = run_demo(tmp_path)
     rows = [line.split() for line in lines]
     assert ["nothing", "Red", "1.000"] in rows
-    assert ["image", "features", "Red", "0.999"] in rows
+    assert ["image", "features", "Red", "1.000"] in rows
     assert ["DeepStack", "Red", "1.000"] in rows
     assert ["both", "White", "0.321"] in rows
     picture = tmp_path / lines[-1]
