@@ -81,9 +81,7 @@ def encode(tokenizer: Tokenizer, sample: Sample) -> Encoded:
     return Encoded(ids, answers, mrope_positions(tokenizer, ids, sample.image), sample.image)
 
 
-def mrope_positions(
-    tokenizer: Tokenizer, ids: list[int], image: Image.Image | None
-) -> np.ndarray:
+def mrope_positions(tokenizer: Tokenizer, ids: list[int], image: Image.Image | None) -> np.ndarray:
     """Time, height and width position of every token, [3, ids].
 
     Text counts up by one in all three. Image tokens share the time at which the image starts and

@@ -57,9 +57,7 @@ def first_logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return answer_logits(model, batch)[batch.first]
 
 
-def predict(
-    model: torch.nn.Module, tokenizer: Tokenizer, samples: Sequence[Sample], size: int = 64
-) -> list[str]:
+def predict(model: torch.nn.Module, tokenizer: Tokenizer, samples: Sequence[Sample], size: int = 64) -> list[str]:
     """The likeliest first token for every sample, `size` of them at a time."""
     answers: list[int] = []
     for start in range(0, len(samples), size):
@@ -73,12 +71,8 @@ def showcase() -> list[Sample]:
     small = on_white((64, 64), ("rectangle", [16, 16, 47, 47], "red"))
     red = on_white((96, 96), ("rectangle", [24, 24, 71, 71], "red"))
     blue = on_white((96, 96), ("rectangle", [24, 24, 71, 71], "blue"))
-    pair = on_white(
-        (128, 64), ("rectangle", [4, 4, 28, 28], "red"), ("ellipse", [100, 36, 124, 60], "blue")
-    )
-    across = on_white(
-        (128, 64), ("rectangle", [18, 18, 45, 45], "red"), ("ellipse", [82, 18, 110, 46], "blue")
-    )
+    pair = on_white((128, 64), ("rectangle", [4, 4, 28, 28], "red"), ("ellipse", [100, 36, 124, 60], "blue"))
+    across = on_white((128, 64), ("rectangle", [18, 18, 45, 45], "red"), ("ellipse", [82, 18, 110, 46], "blue"))
     what = "What color is the square?"
     cases = [
         ("solid red", Image.new("RGB", (64, 64), "red"), "What color is this image?", "Red"),
@@ -164,8 +158,7 @@ def ablated(model: torch.nn.Module, features: bool, taps: Collection[int]) -> It
         if features:
             output.pooler_output = torch.zeros_like(output.pooler_output)
         output.deepstack_features = [
-            torch.zeros_like(tap) if k in taps else tap
-            for k, tap in enumerate(output.deepstack_features)
+            torch.zeros_like(tap) if k in taps else tap for k, tap in enumerate(output.deepstack_features)
         ]
         return output
 
@@ -194,8 +187,7 @@ def print_ablations(model: torch.nn.Module, tokenizer: Tokenizer) -> None:
             right = sum(a == s.answer for a, s in zip(answers, samples)) / len(samples)
             common, times = Counter(answers).most_common(1)[0]
             print(
-                f"   {kind:9s} zero {label:34s} accuracy {right:.3f}, "
-                f"commonest {common} ({times / len(samples):.2f})"
+                f"   {kind:9s} zero {label:34s} accuracy {right:.3f}, commonest {common} ({times / len(samples):.2f})"
             )
 
 
@@ -217,9 +209,7 @@ Rows = dict[str, list[int]]
 
 
 @contextmanager
-def on_streams(
-    model: torch.nn.Module, change: Callable[[int, torch.Tensor], torch.Tensor]
-) -> Iterator[None]:
+def on_streams(model: torch.nn.Module, change: Callable[[int, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Replaces the stream entering block i, or the final norm, by `change(i, stream)`."""
     text = model.model.language_model
 
@@ -256,9 +246,7 @@ def record(model: torch.nn.Module, batch: Batch) -> tuple[dict[int, torch.Tensor
         return streams, first_logits(model, batch)[0]
 
 
-def patched(
-    model: torch.nn.Module, batch: Batch, block: int, rows: list[int], donor: torch.Tensor
-) -> torch.Tensor:
+def patched(model: torch.nn.Module, batch: Batch, block: int, rows: list[int], donor: torch.Tensor) -> torch.Tensor:
     """The answer's logits with these rows of the stream entering `block` taken from `donor`."""
 
     def write(index: int, stream: torch.Tensor) -> torch.Tensor:
@@ -309,9 +297,7 @@ def color_pair(rng: random.Random, kind: str) -> tuple[Sample, Sample]:
     return first, second
 
 
-def print_curves(
-    model: torch.nn.Module, tokenizer: Tokenizer, title: str, pairs: list[tuple[Sample, Sample]]
-) -> None:
+def print_curves(model: torch.nn.Module, tokenizer: Tokenizer, title: str, pairs: list[tuple[Sample, Sample]]) -> None:
     """Patches rows of the second run into the first one, at every block.
 
     Prints the share of pairs that flip to the second answer, and in brackets the mean share of the

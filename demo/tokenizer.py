@@ -128,9 +128,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     config = {
         "add_bos_token": False,
         "add_prefix_space": False,
-        "added_tokens_decoder": {
-            str(tokenizer.token_to_id(text)): {"content": text, **special} for text in SPECIALS
-        },
+        "added_tokens_decoder": {str(tokenizer.token_to_id(text)): {"content": text, **special} for text in SPECIALS},
         "additional_special_tokens": SPECIALS[1:],
         "bos_token": None,
         "clean_up_tokenization_spaces": False,

@@ -145,8 +145,7 @@ class PathDropout:
             return output
         draws = [self._draw() for _ in self.tokens_per_image]
         features, deepstack = (
-            torch.tensor(keep).repeat_interleave(torch.tensor(self.tokens_per_image))[:, None]
-            for keep in zip(*draws)
+            torch.tensor(keep).repeat_interleave(torch.tensor(self.tokens_per_image))[:, None] for keep in zip(*draws)
         )
         output.pooler_output = output.pooler_output * features
         output.deepstack_features = [tap * deepstack for tap in output.deepstack_features]
@@ -187,9 +186,7 @@ class Muon(torch.optim.Optimizer):
         self.groups: dict[tuple[int, int], list[torch.Tensor]] = {}
         for p in self.param_groups[0]["params"]:
             self.groups.setdefault((p.shape[0], p[0].numel()), []).append(p)
-        self.momenta = {
-            shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()
-        }
+        self.momenta = {shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -233,9 +230,7 @@ def rate_factor(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / WARMUP, falling)
 
 
-def batch_stream(
-    tokenizer: Tokenizer, rng: random.Random, steps: int
-) -> Iterator[tuple[bool, Batch]]:
+def batch_stream(tokenizer: Tokenizer, rng: random.Random, steps: int) -> Iterator[tuple[bool, Batch]]:
     """Yields `steps` batches, each with whether it belongs to the easy phase.
 
     Two batches are drawn at a time and parted by length, which saves padding.
@@ -288,9 +283,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
             group["lr"] = rate * factor
 
 
-def train_step(
-    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: Batch
-) -> float:
+def train_step(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: Batch) -> float:
     """One update; returns the loss before it."""
     loss = F.cross_entropy(answer_logits(model, batch), batch.targets)
     model.zero_grad(set_to_none=True)

@@ -137,9 +137,7 @@ def shade(rng: random.Random, color: str) -> tuple[int, ...]:
     return tuple(rng.randint(low, high) for low, high in zip(*COLORS[color]))
 
 
-def draw_scene(
-    rng: random.Random, size: tuple[int, int], shapes: Sequence[Shape], background: str
-) -> Image.Image:
+def draw_scene(rng: random.Random, size: tuple[int, int], shapes: Sequence[Shape], background: str) -> Image.Image:
     """Draws `shapes` in order on a canvas of `size` (width, height)."""
     image = Image.new("RGB", size, shade(rng, background))
     canvas = ImageDraw.Draw(image)
@@ -192,9 +190,7 @@ def place_in_cell(rng: random.Random, column: int, row: int) -> tuple[float, flo
 # --------------------------------------------------------------------------------------------------
 
 
-def solid_scene(
-    rng: random.Random, size: tuple[int, int], background: str, split: Split
-) -> Scene | None:
+def solid_scene(rng: random.Random, size: tuple[int, int], background: str, split: Split) -> Scene | None:
     """One colour over the whole image."""
     color = pick_color(rng, WHITE_AMONG_SOLIDS)
 
@@ -205,9 +201,7 @@ def solid_scene(
     return Scene(color, [], f"A {color.lower()} image.", ask)
 
 
-def single_scene(
-    rng: random.Random, size: tuple[int, int], background: str, split: Split
-) -> Scene | None:
+def single_scene(rng: random.Random, size: tuple[int, int], background: str, split: Split) -> Scene | None:
     """One shape, small inside a cell or large anywhere."""
     picked = pick_shape(rng, background, split)
     if picked is None:
@@ -233,9 +227,7 @@ def single_scene(
     return Scene(background, [Shape(shape, color, *place)], caption, ask)
 
 
-def edge_scene(
-    rng: random.Random, size: tuple[int, int], background: str, split: Split
-) -> Scene | None:
+def edge_scene(rng: random.Random, size: tuple[int, int], background: str, split: Split) -> Scene | None:
     """One small shape at an edge or in the middle, and the question where it is."""
     picked = pick_shape(rng, background, split)
     if picked is None:
@@ -253,15 +245,11 @@ def edge_scene(
     def ask() -> Question:
         return Question(f"Where is the {shape.lower()}?", place, "position", "single")
 
-    caption = (
-        f"A {color.lower()} {shape.lower()} {PLACES[place]}, {background.lower()} background."
-    )
+    caption = f"A {color.lower()} {shape.lower()} {PLACES[place]}, {background.lower()} background."
     return Scene(background, [Shape(shape, color, x, y, side)], caption, ask)
 
 
-def pair_scene(
-    rng: random.Random, size: tuple[int, int], background: str, split: Split
-) -> Scene | None:
+def pair_scene(rng: random.Random, size: tuple[int, int], background: str, split: Split) -> Scene | None:
     """Two shapes that differ in both name and colour, side by side or one above the other."""
     first = pick_shape(rng, background, split)
     second = first and pick_shape(rng, background, "any" if split == "held" else split, first)
@@ -270,10 +258,7 @@ def pair_scene(
     if rng.random() < 0.5:
         first, second = second, first
     horizontal = rng.random() < 0.5
-    shapes = [
-        Shape(*picked, *place)
-        for picked, place in zip((first, second), place_pair(rng, size, horizontal))
-    ]
+    shapes = [Shape(*picked, *place) for picked, place in zip((first, second), place_pair(rng, size, horizontal))]
     names = ("Left", "Right") if horizontal else ("Top", "Bottom")
 
     def ask() -> Question:
@@ -293,16 +278,13 @@ def pair_scene(
         return Question(text, names[index], "position", "pair")
 
     both = " and ".join(
-        f"a {color.lower()} {shape.lower()} {PLACES[name]}"
-        for (shape, color), name in zip((first, second), names)
+        f"a {color.lower()} {shape.lower()} {PLACES[name]}" for (shape, color), name in zip((first, second), names)
     )
     caption = f"A{both[1:]}, {background.lower()} background."
     return Scene(background, shapes, caption, ask)
 
 
-def place_pair(
-    rng: random.Random, size: tuple[int, int], horizontal: bool
-) -> list[tuple[float, float, float]]:
+def place_pair(rng: random.Random, size: tuple[int, int], horizontal: bool) -> list[tuple[float, float, float]]:
     """Two places, each inside one cell, one in each half of the image along one axis.
 
     They lie closer across that axis than along it, so that there is one right answer to "where".
@@ -316,9 +298,7 @@ def place_pair(
     return [place_in_cell(rng, *(cell if horizontal else cell[::-1])) for cell in cells]
 
 
-def count_scene(
-    rng: random.Random, size: tuple[int, int], background: str, split: Split
-) -> Scene | None:
+def count_scene(rng: random.Random, size: tuple[int, int], background: str, split: Split) -> Scene | None:
     """One to four shapes in cells of their own, and the question how many there are."""
     wanted = rng.randint(1, 4)
     cells = [(x, y) for x in range(size[0] // CELL) for y in range(size[1] // CELL)]
@@ -366,9 +346,7 @@ def image_sample(
         scene = SCENES[kind](rng, size, rng.choices(palette, [0.40, 0.20, 0.40])[0], split)
     question = scene.ask()
     image = draw_scene(rng, size, scene.shapes, scene.background)
-    sample = Sample(
-        question.text, question.answer, question.kind, question.detail, image, scene.caption
-    )
+    sample = Sample(question.text, question.answer, question.kind, question.detail, image, scene.caption)
     if turns > 1:
         add_turns(rng, sample, scene, turns)
     return sample

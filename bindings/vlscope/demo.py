@@ -108,9 +108,7 @@ def ablate(model: vlscope.StandardizedTransformer, image: Image.Image) -> list[A
     ]
 
 
-def patch(
-    model: vlscope.StandardizedTransformer, image: Image.Image, donor: Image.Image
-) -> Patching:
+def patch(model: vlscope.StandardizedTransformer, image: Image.Image, donor: Image.Image) -> Patching:
     """Writes the donor's image rows into the stream entering each block, one block at a time."""
     with model.trace(QUESTION, images=[donor]):
         mask = model.vision.image_token_mask.save()
@@ -182,9 +180,7 @@ def bar(logit: torch.Tensor) -> str:
     return f"{logit:5.1f} {'#' * max(0, round(logit.item()))}"
 
 
-def draw(
-    path: Path, image: Image.Image, answer: Answer, attention: torch.Tensor, patching: Patching
-) -> bool:
+def draw(path: Path, image: Image.Image, answer: Answer, attention: torch.Tensor, patching: Patching) -> bool:
     """Writes the figure; returns False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
