@@ -81,7 +81,6 @@ def run(model, inputs, edits=None):
     recorder = _Recorder(model, edits or {})
     recorder.named("input_ids", inputs["input_ids"])
     recorder.named("attention_mask", inputs["attention_mask"])
-    recorder.named("vision.image_token_mask", inputs["input_ids"] == model.config.image_token_id)
     with torch.no_grad(), recorder.watching():
         model(**complete(model, inputs))
     recorder.finish(inputs["attention_mask"])
@@ -204,6 +203,8 @@ class _Recorder:
         if re.search(r"(o_proj|attn\.proj)$", path):
             args[0] = self.heads(args[0])
         self.run.order.append(f"{path}.inputs")
+        if path == "model":
+            self.named("vision.image_token_mask", kwargs["input_ids"] == self.model.config.image_token_id)
         if path == TEXT and kwargs.get("deepstack_visual_embeds") is not None:
             kwargs["deepstack_visual_embeds"] = self.deepstack(kwargs["deepstack_visual_embeds"])
         if isinstance(module, (modeling.Qwen3VLVisionAttention, modeling.Qwen3VLTextAttention)):
@@ -217,6 +218,7 @@ class _Recorder:
 
     def after(self, module, args, kwargs, output):
         path = self.paths[module]
+        self.run.order.append(f"{path}.output" if path else "output")
         if path.endswith("attn.qkv"):
             output = self.vision_values(output)
         if isinstance(output, torch.Tensor):
@@ -225,7 +227,6 @@ class _Recorder:
             output = (self.at(path, "output", output[0]), output[1])
         elif path == VISION:
             output.last_hidden_state = self.named("vision.tower_output", output.last_hidden_state[None])[0]
-        self.run.order.append(f"{path}.output" if path else "output")
         self.run.calls[path].output = _frozen(output)
         layer = re.fullmatch(rf"{TEXT}\.layers\.(\d+)", path)
         if layer and self.taps is not None and int(layer[1]) < len(self.taps):

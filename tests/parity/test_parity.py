@@ -46,8 +46,9 @@ def expected(run, site):
     call = run.calls[path]
     if side == "inputs":
         return call.args, without_absent(call.kwargs)
-    if side == "input":
-        return next(x for x in (*call.args, *call.kwargs.values()) if x is not None)
+    if side == "input":  # the text model is called by keyword, with input_ids=None first
+        first = call.kwargs.get("inputs_embeds")
+        return first if first is not None else next(iter((*call.args, *call.kwargs.values())))
     output = call.output
     return without_absent(output) if isinstance(output, Mapping) else output
 
