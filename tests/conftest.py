@@ -3,8 +3,9 @@
 import functools
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from parity.cases import CASES
 
 

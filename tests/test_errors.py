@@ -5,10 +5,11 @@ import json
 import shutil
 
 import pytest
-import tiny
 import torch
-import vlscope
 from PIL import Image
+
+import tiny
+import vlscope
 from vlscope import CheckpointError, ConfigError, InputError, UnsupportedFamily
 
 RED = Image.new("RGB", (64, 64), "red")

@@ -4,10 +4,11 @@ import json
 import shutil
 
 import pytest
-import tiny
 import torch
-import vlscope
 from safetensors.torch import load_file, save_file
+
+import tiny
+import vlscope
 from vlscope import CheckpointError, ConfigError
 
 

@@ -8,8 +8,9 @@ import threading
 
 import numpy as np
 import pytest
-import tiny
 import torch
+
+import tiny
 import vlscope
 from parity import reference
 from sites import collect, read

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+
 import vlscope
 from sites import collect
 

@@ -1,6 +1,7 @@
 """What holds of M-RoPE: three positions per token, folded into one cos and sin, applied to queries and keys."""
 
 import torch
+
 from sites import collect
 
 

@@ -1,8 +1,9 @@
 """What holds of every vision tower: the mask, the scatter, the tower's blocks, prompts without images."""
 
 import pytest
-import tiny
 import torch
+
+import tiny
 import vlscope
 from sites import collect, resolve, write
 

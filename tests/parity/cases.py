@@ -1,7 +1,8 @@
 """The inputs that parity is taken on, as plain tensors that both sides are given."""
 
-import tiny
 import torch
+
+import tiny
 
 
 def _text(length, seed):

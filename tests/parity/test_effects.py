@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import vlscope
-from sites import difference, read, write
 
+import vlscope
 from parity import reference
+from sites import difference, read, write
 
 # Heads made from a written pattern go by plain matrix products; under sdpa both sides leave the fused kernel there.
 RECOMPUTED = ("attention_scores", "attention_probabilities")

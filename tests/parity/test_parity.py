@@ -8,12 +8,12 @@ import re
 from collections.abc import Mapping
 
 import pytest
-import tiny
 import torch
-from sites import difference, resolve
 
+import tiny
 from parity import reference
 from parity.cases import CASES
+from sites import difference, resolve
 
 MODELS = [*tiny.CONFIGS, "demo"]
 

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from parity import reference
 from parity.cases import CASES
 
