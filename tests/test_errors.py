@@ -78,7 +78,7 @@ def test_no_prompt(model):
 
 @pytest.mark.parametrize("wrong", [704, -1, 10**9])
 def test_a_token_id_outside_the_vocabulary(refuses, wrong):
-    refuses(InputError, [wrong, 704], input_ids=torch.tensor([[1, 2, wrong]]))
+    refuses(InputError, [wrong, 703], input_ids=torch.tensor([[1, 2, wrong]]))
 
 
 def test_one_token_is_a_prompt(model):
@@ -86,7 +86,7 @@ def test_one_token_is_a_prompt(model):
 
 
 def test_ids_written_in_the_trace_are_checked_as_well(model):
-    with pytest.raises(InputError, match="(?s)9999.*704"), model.trace(input_ids=torch.tensor([[1, 2, 3]])):
+    with pytest.raises(InputError, match="(?s)9999.*703"), model.trace(input_ids=torch.tensor([[1, 2, 3]])):
         model.input_ids[0, 1] = 9999
         model.logits
 
@@ -215,11 +215,12 @@ def test_a_folder_without_weights(folder):
         vlscope.load(folder)
 
 
-@pytest.mark.parametrize("taps", [[1, 7], [-1]])
-def test_a_tap_outside_the_tower(folder, taps):
+@pytest.mark.parametrize("taps, said", [([1, 7], "(?s)7.*4|4.*7"), ([-1], "-1")])
+def test_a_tap_outside_the_tower(folder, taps, said):
     configure(folder, lambda config: config["vision_config"].update(deepstack_visual_indexes=taps))
-    with pytest.raises(ConfigError, match=f"(?s){taps[-1]}.*4"):
+    with pytest.raises(ConfigError, match=said) as caught:
         vlscope.load(folder)
+    assert "deepstack_visual_indexes" in str(caught.value)
 
 
 def test_a_hub_id_that_is_not_there_offline(monkeypatch, tmp_path):

@@ -214,9 +214,11 @@ def test_an_edit_of_a_saved_value_after_the_block_reaches_nothing(model, text, c
 def test_the_callers_own_tensors_are_never_written(model, image):
     given = {key: value.clone() for key, value in image.items()}
     with model.trace(**given):
-        model.input_ids[:] = 5
-        model.attention_mask[:] = 1
-        model.vision.patch_embed.input
+        model.input_ids[:, 0] = 5
+        model.attention_mask[:, 0] = 0
+        model.vision.input[:] = 0
+        model.vision.patch_embed.proj.input[:] = 0
+        model.logits
     for key, value in image.items():
         assert torch.equal(given[key], value), key
 
@@ -453,7 +455,7 @@ def test_prompts_follow_each_other_without_a_trace_of_the_last(model, text, imag
 def test_abandoned_traces_leave_memory_flat(model, image):
     def live():
         gc.collect()
-        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+        return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
     def abandon():
         with model.trace(**image):

@@ -216,57 +216,33 @@ def test_sizes_name_the_axes(model, prompts):
         "image_tokens": patches // 4,
         "vision_hidden_size": model.vision.vision_hidden_size,
     }
-    seen = set()
+    layer, block = model.layers[0], model.vision.layers[1]
+    interior = [*INTERIOR, "attention_output"]
+    per_image = [name for name in interior if name not in ("attention_scores", "attention_probabilities")]
+    reads = [
+        (model, model, ["input_ids", "attention_mask"]),
+        (model.vision, model.vision, ["image_token_mask"]),
+        (model, model, ["token_embeddings"]),
+        (model.vision, model.vision, ["patch_embeddings"]),
+        (model.vision, block, ["layer_input"]),
+        (model.vision, block.self_attn, per_image),
+        (model.vision, block.mlp, ["mlp_output"]),
+        (model.vision, block, ["layer_output"]),
+        (model.vision, model.vision, ["tower_output", "image_features"]),
+        (model, layer, ["layer_input"]),
+        (model, layer.self_attn, interior),
+        (model, layer.mlp, ["mlp_output"]),
+        (model, layer, ["layer_output", "deepstack_output"]),
+        (model, model, ["logits", "next_token_probs"]),
+    ]
     with model.trace(**prompts.one_image):
-        hosts = [
-            (model, "model"),
-            (model.vision, "vision"),
-            (model.vision.layers[1], "vision"),
-            (model.vision.layers[1].self_attn, "vision"),
-            (model.vision.layers[1].mlp, "vision"),
-            (model.layers[0], "text"),
-            (model.layers[0].self_attn, "text"),
-            (model.layers[0].mlp, "text"),
-            (model, "head"),
-        ]
-        for host, tower in hosts:
-            own = model.vision if tower == "vision" else model
-            known = {**sizes, "heads": own.num_heads, "head_dim": own.head_dim}
-            for value in _in_order(model, host, tower):
-                dims = getattr(type(host), value).dims
-                names = dims.split() if isinstance(dims, str) else dims
-                if not names:
-                    continue
-                tensor = getattr(host, value)
-                assert isinstance(tensor, getattr(type(host), value).layout), value
-                assert tuple(tensor.shape) == tuple(known[n] for n in names), (value, names)
-                seen.add(value)
-    assert len(seen) >= 20
-
-
-def _in_order(model, host, tower):
-    late = {"logits", "next_token_probs"}
-    names = [n for n in dir(type(host)) if hasattr(getattr(type(host), n), "dims")]
-    if host is model:
-        order = ["input_ids", "attention_mask", "token_embeddings", "logits", "next_token_probs"]
-        names = [n for n in order if (n in late) == (tower == "head")]
-    elif host is model.vision:
-        names = ["image_token_mask", "patch_embeddings"]
-    else:
-        order = [
-            "input",
-            "layer_input",
-            *INTERIOR,
-            "attention_output",
-            "mlp_output",
-            "layer_output",
-            "output",
-            "deepstack_output",
-        ]
-        names = [n for n in order if n in names]
-    if tower == "vision":
-        names = [n for n in names if n not in ("attention_scores", "attention_probabilities")]
-    return names
+        for tower, host, names in reads:
+            known = {**sizes, "heads": tower.num_heads, "head_dim": tower.head_dim}
+            for name in names:
+                declared, tensor = getattr(type(host), name), getattr(host, name)
+                axes = declared.dims.split() if isinstance(declared.dims, str) else declared.dims
+                assert isinstance(tensor, declared.layout), name
+                assert tuple(tensor.shape) == tuple(known[axis] for axis in axes), (name, axes)
 
 
 def test_assigned_ids_and_mask_are_another_prompt(model, prompts):

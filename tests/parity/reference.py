@@ -56,23 +56,26 @@ def load(folder, attn_implementation, dtype=torch.float32):
 
 
 def complete(model, inputs):
-    """Adds what transformers wants and vlscope derives: token types, and positions by the attention mask.
+    """Adds what transformers wants and vlscope derives: token types, and a text's positions by the attention mask.
 
-    The plain text-only forward of transformers counts padding; vlscope's positions always come from the mask.
+    With images transformers makes the same positions itself. Its plain text-only forward counts padding, and hands
+    every block a second form of the positions that none of them reads.
     """
     ids = inputs["input_ids"]
     types = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
     completed = {**inputs, "mm_token_type_ids": types, "use_cache": False}
-    if "image_grid_thw" not in inputs and not bool(inputs["attention_mask"].all()):
-        positions, _ = model.model.get_rope_index(ids, types, attention_mask=inputs["attention_mask"])
-        completed["position_ids"] = positions
+    if "image_grid_thw" not in inputs:
+        completed["position_ids"], _ = model.model.get_rope_index(ids, types, attention_mask=inputs["attention_mask"])
     return completed
 
 
 def plain(model, inputs):
-    """The logits of an unwatched forward."""
+    """The logits of an unwatched forward, called as a user calls it; only a padded text is given positions."""
+    completed = complete(model, inputs)
+    if inputs["attention_mask"].all():
+        completed.pop("position_ids", None)
     with torch.no_grad():
-        return model(**complete(model, inputs)).logits
+        return model(**completed).logits
 
 
 def run(model, inputs, edits=None):

@@ -26,8 +26,9 @@ EXCEPTIONS = {
     ),
 }
 
-# What a module is told about caching and the form of its answer, and no value of the forward.
-NOT_INPUTS = {"past_key_values", "use_cache", "return_dict", "output_attentions", "output_hidden_states"}
+# What transformers tells a module about caching and the form of its answer, and the token types that follow from the
+# ids; `rope_deltas` comes back for the decoding steps to come.
+NO_VALUES = {"past_key_values", "use_cache", "return_dict", "mm_token_type_ids", "rope_deltas"}
 
 
 def tolerance(site):
@@ -35,7 +36,7 @@ def tolerance(site):
 
 
 def without_absent(mapping):
-    return {key: value for key, value in mapping.items() if key not in NOT_INPUTS and value is not None}
+    return {key: value for key, value in mapping.items() if key not in NO_VALUES and value is not None}
 
 
 def expected(run, site):
@@ -45,7 +46,10 @@ def expected(run, site):
     path, _, side = site.rpartition(".")
     call = run.calls[path]
     if side == "inputs":
-        return call.args, without_absent(call.kwargs)
+        kwargs = without_absent(call.kwargs)
+        if path == "model":  # given to transformers where it would count padding; vlscope makes them inside
+            kwargs.pop("position_ids", None)
+        return call.args, kwargs
     if side == "input":  # the text model is called by keyword, with input_ids=None first
         first = call.kwargs.get("inputs_embeds")
         return first if first is not None else next(iter((*call.args, *call.kwargs.values())))
@@ -111,15 +115,14 @@ def test_every_value_of_the_tree_is_compared(name, vlscope_model, reference_run)
             hosts[f"{tower}layers.{i}"] = block
             hosts[f"{tower}layers.{i}.self_attn"] = block.self_attn
             hosts[f"{tower}layers.{i}.mlp"] = block.mlp
-    declared = set()
-    for path, host in hosts.items():
-        for value in values_of(host):
-            site = f"{path}.{value}".lstrip(".")
-            native = f"{path}.{value}".startswith("projector") or value in ("input", "output")
-            if served(host, value) and (not native or site in run.values):
-                declared.add(site)
+    declared = {
+        f"{path}.{value}".lstrip(".")
+        for path, host in hosts.items()
+        for value in values_of(host)
+        if served(host, value)
+    }
     assert declared - set(run.values) == set()
-    assert set(run.values) - declared == set()
+    assert set(run.values) - declared <= {"projector.input", "projector.output"}  # of the module, not of the table
 
 
 def served(host, value):
