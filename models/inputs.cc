@@ -221,6 +221,7 @@ Inputs checked(Inputs inputs, const Config& config) {
     throw InputError(
         fmt::format("logits_to_keep is {}; give 0 (all) or more.", inputs.logits_to_keep));
   }
+  inputs.position_ids = mrope_positions(inputs, config);
   return inputs;
 }
 

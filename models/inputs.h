@@ -16,6 +16,7 @@ struct Inputs {
   at::Tensor pixel_values;    ///< `[patches, channels * frames * side * side]`, or undefined
   at::Tensor image_grid_thw;  ///< `[images, 3]` int64 in patches: frames, rows, columns; or undefined
   std::int64_t logits_to_keep = 0;  ///< Logits of that many last positions only; 0 is all.
+  at::Tensor position_ids;  ///< `[3, batch, seq]` int64, see mrope_positions; made by `checked`
 };
 
 /// Grid of one image, in patches.
@@ -24,8 +25,8 @@ struct Grid {
   std::int64_t patches() const { return frames * rows * columns; }
 };
 
-/// Brings ids, mask and grids to int64 on the CPU, fills in a mask of ones, and checks everything
-/// against the config and against each other.
+/// Brings ids, mask and grids to int64 on the CPU, fills in a mask of ones and the positions, and
+/// checks everything against the config and against each other.
 /// @throws InputError naming what disagrees, before any compute.
 Inputs checked(Inputs inputs, const Config& config);
 

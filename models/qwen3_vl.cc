@@ -135,6 +135,8 @@ Flow<at::Tensor> Qwen3VLText::operator()(Trace& trace, Input in) const {
   TextContext context;
   context.mask = mask(in.attention_mask, x.scalar_type());
   if (context.mask.defined()) context.mask = context.mask.to(x.device());
+  // The reference tells its blocks the positions of plain text, and None where an image is.
+  if (!in.visual_pos_masks.defined()) context.position_ids = in.position_ids[0];
   context = co_await rotary_emb(trace, x, in.position_ids, context);
 
   for (std::size_t k = 0; k < layers.size(); ++k) {
@@ -185,7 +187,7 @@ Flow<at::Tensor> Qwen3VL::hidden_states(Trace& trace, Inputs& inputs) const {
     in.deepstack = std::move(features.deepstack);
   }
   in.attention_mask = inputs.attention_mask;
-  in.position_ids = mrope_positions(inputs, config()).to(device);
+  in.position_ids = inputs.position_ids.to(device);
 
   at::Tensor hidden = co_await text(trace, std::move(in));
   co_await trace.at(model.output, hidden);
