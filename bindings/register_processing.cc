@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ATen/ops/from_blob.h"
+#include "bindings/register.h"
 #include "core/image_processing.h"
 
 namespace py = pybind11;

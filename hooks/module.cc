@@ -52,9 +52,13 @@ Module::Module(Module* parent, std::string name, const Kind& kind)
   site_path_ = shortest_path(*this);
 }
 
-const Location* Module::find_location(const std::string& name) const {
+const Location* Module::find_location(const std::string& path) const {
   for (const Location* location : locations_) {
-    if (location->name() == name) return location;
+    if (location->name() == path) return location;
+  }
+  for (const Module* child : children_) {
+    std::string rest;
+    if (strip_prefix(path, child->name_, rest)) return child->find_location(rest);
   }
   return nullptr;
 }

@@ -4,11 +4,11 @@
 #include <ATen/ops/clone.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <limits>
 
 #include "core/errors.h"
+#include "core/text.h"
 
 namespace vlscope {
 namespace {
@@ -52,8 +52,8 @@ const void* storage_of(const at::Tensor& tensor) {
 }
 
 std::string describe(const at::Tensor& tensor) {
-  return fmt::format("[{}] {} on {}", fmt::join(tensor.sizes(), ", "),
-                     c10::toString(tensor.scalar_type()), tensor.device().str());
+  return fmt::format("{} {} on {}", shape_text(tensor), dtype_text(tensor.scalar_type()),
+                     tensor.device().str());
 }
 
 void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& current) {
@@ -188,11 +188,11 @@ void Trace::replace(const Module& module, at::Tensor value) {
 
 at::Tensor Trace::finish() {
   check_edits();
-  if (flow_.done()) return flow_.result();
   if (!failure_.empty()) throw OutOfOrderError(failure_);
-  target_ = kEnd;
+  if (flow_.done()) return result_;
+  if (!listing()) target_ = kEnd;
   resume();
-  return flow_.result();
+  return result_;
 }
 
 void Trace::advance(const Site& site) {
@@ -242,7 +242,7 @@ void Trace::resume() {
   standing_ = nullptr;
   target_ = kEnd;
   failure_ = "the forward of this trace has failed: open another trace.";
-  flow_.result();  // Throws what the forward threw.
+  result_ = flow_.result();  // Throws what the forward threw.
   failure_.clear();
 }
 

@@ -111,6 +111,8 @@ class Trace {
   /// Puts `value` in place of what the forward holds at a site, after advancing to it.
   /// @throws InputError if shape, dtype or device differ; whatever `read` throws
   void write(const Site& site, at::Tensor value);
+  /// True if reading the site needs no step of the forward.
+  bool stands_at(const Site& site) const { return standing_ == site.location && !on_demand_; }
   /// The number of tensors that the location of `site` offers; advances to it.
   int slots(const Site& site);
   /// Replaces the call of a module by `value`: nothing inside it is computed or reached.
@@ -201,6 +203,7 @@ class Trace {
   bool on_demand_ = false;
   bool asked_again_ = false;
   bool closed_ = false;
+  at::Tensor result_;
   std::string failure_;
 
   std::vector<Note> notes_;

@@ -21,7 +21,7 @@ struct Value {
   std::string layout;       ///< Name of the layout class: "Queries"
   std::string dims;         ///< Axes: "batch heads query head_dim"
   std::string description;  ///< One line for the reader.
-  std::string location;     ///< Where in its host: "output", "attention_queries", ...
+  std::string location;     ///< Where in its host, or below: "output", "patch_embed.output", ...
   int slot = 0;             ///< Which of the tensors that the location offers.
   View view = View::kWhole;
   std::string read_only = {};    ///< Not empty: why it cannot be assigned, and what to assign.

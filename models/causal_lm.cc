@@ -10,7 +10,7 @@
 namespace vlscope {
 namespace {
 
-constexpr int kNextTokenProbs = 1;  // Slot at the logits' location.
+constexpr int kNextTokenProbs = 1;  // Slot beside the logits.
 
 /// Index of the last token of each prompt.
 at::Tensor last_tokens(const at::Tensor& attention_mask) {
@@ -53,17 +53,19 @@ Flow<at::Tensor> CausalLM::head(Trace& trace, at::Tensor hidden, const Inputs& i
   at::Tensor scores, probs;
   bool edited = false;
   do {
-    if (trace.wants(logits, kNextTokenProbs) || trace.listing()) {
+    const bool probs_alone = trace.wants(lm_head.output, kNextTokenProbs);
+    if (probs_alone || trace.listing()) {
       const at::Tensor rows =
           edited ? rows_at(scores, last - (inputs.input_ids.size(1) - scores.size(1)))
                  : lm_head.apply(rows_at(hidden, last));
       probs = at::softmax(rows, -1);
     }
-    if (!trace.wants(logits, kNextTokenProbs) && !scores.defined()) {
-      at::Tensor rows = kept(hidden, inputs.logits_to_keep);
-      scores = co_await lm_head(trace, std::move(rows));
+    if (!probs_alone && !scores.defined()) {
+      scores = kept(hidden, inputs.logits_to_keep);
+      co_await trace.at(lm_head.input, scores);
+      if (!trace.skip(lm_head, scores)) scores = lm_head.apply(scores);
     }
-    edited |= co_await trace.on_demand(logits, scores, probs);
+    edited |= co_await trace.on_demand(lm_head.output, scores, probs);
   } while (trace.asked_again());
   if (!scores.defined()) scores = lm_head.apply(kept(hidden, inputs.logits_to_keep));
   co_return scores;

@@ -30,8 +30,6 @@ class CausalLM : public Module {
   const Config& config() const { return config_; }
 
   Linear lm_head;
-  Location token_embeddings{this, "token_embeddings"};
-  Location logits{this, "logits"};  ///< Also next_token_probs, on demand.
 
  protected:
   /// Ids and pixels to the stream behind the final norm, `[batch, seq, hidden]`.

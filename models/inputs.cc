@@ -4,28 +4,24 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 
 #include "core/errors.h"
+#include "core/text.h"
 
 namespace vlscope {
 namespace {
-
-std::string shape(const at::Tensor& tensor) {
-  return fmt::format("[{}]", fmt::join(tensor.sizes(), ", "));
-}
 
 /// An integer tensor as contiguous int64 on the CPU.
 at::Tensor integers(const at::Tensor& tensor, const char* name, std::int64_t dims) {
   if (!at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
     throw InputError(
-        fmt::format("{} is {}; give integers.", name, c10::toString(tensor.scalar_type())));
+        fmt::format("{} is {}; give integers.", name, dtype_text(tensor.scalar_type())));
   }
   if (tensor.dim() != dims) {
     throw InputError(fmt::format("{} has shape {}, with {} axes; {} are expected.", name,
-                                 shape(tensor), tensor.dim(), dims));
+                                 shape_text(tensor), tensor.dim(), dims));
   }
   return tensor.to(at::kCPU, at::kLong).contiguous();
 }
@@ -34,7 +30,7 @@ void check_ids(const at::Tensor& ids, std::int64_t vocab_size) {
   if (ids.numel() == 0) {
     throw InputError(fmt::format("input_ids has shape {}: the prompt is empty. Give one token or "
                                  "more.",
-                                 shape(ids)));
+                                 shape_text(ids)));
   }
   const auto* id = ids.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < ids.numel(); ++i) {
@@ -48,7 +44,7 @@ void check_ids(const at::Tensor& ids, std::int64_t vocab_size) {
 void check_mask(const at::Tensor& mask, const at::Tensor& ids) {
   if (mask.sizes() != ids.sizes()) {
     throw InputError(fmt::format("attention_mask has shape {}, input_ids {}; give the same shape.",
-                                 shape(mask), shape(ids)));
+                                 shape_text(mask), shape_text(ids)));
   }
   const auto* value = mask.const_data_ptr<std::int64_t>();
   for (std::int64_t row = 0; row < mask.size(0); ++row, value += mask.size(1)) {
@@ -87,13 +83,13 @@ void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
                              vision.patch_size;
   if (!at::isFloatingType(pixels.scalar_type())) {
     throw InputError(fmt::format("pixel_values is {}; give floating point, as the processor does.",
-                                 c10::toString(pixels.scalar_type())));
+                                 dtype_text(pixels.scalar_type())));
   }
   if (pixels.dim() != 2 || pixels.size(1) != width) {
     throw InputError(fmt::format(
         "pixel_values has shape {}; [patches, {}] is expected ({} channels x {} frames x {} x {} "
         "pixels).",
-        shape(pixels), width, vision.in_channels, vision.temporal_patch_size, vision.patch_size,
+        shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size, vision.patch_size,
         vision.patch_size));
   }
   std::int64_t patches = 0;
@@ -210,7 +206,7 @@ Inputs checked(Inputs inputs, const Config& config) {
     inputs.image_grid_thw = integers(inputs.image_grid_thw, "image_grid_thw", 2);
     if (inputs.image_grid_thw.size(1) != 3 || inputs.image_grid_thw.size(0) == 0) {
       throw InputError(fmt::format("image_grid_thw has shape {}; [images, 3] is expected.",
-                                   shape(inputs.image_grid_thw)));
+                                   shape_text(inputs.image_grid_thw)));
     }
     grids = grids_of(inputs.image_grid_thw);
     check_grids(grids, config.vision);

@@ -11,6 +11,7 @@
 
 #include "core/errors.h"
 #include "core/logging.h"
+#include "core/text.h"
 #include "models/qwen3_vl.h"
 
 namespace vlscope {
@@ -173,8 +174,8 @@ at::Tensor Model::forward(Inputs inputs) { return trace(std::move(inputs))->fini
 at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
   const std::int64_t width = config().text.hidden_size;
   if (hidden.dim() == 0 || hidden.size(-1) != width) {
-    throw InputError(fmt::format("project_on_vocab takes [..., {}]; got [{}].", width,
-                                 fmt::join(hidden.sizes(), ", ")));
+    throw InputError(
+        fmt::format("project_on_vocab takes [..., {}]; got {}.", width, shape_text(hidden)));
   }
   return root_->project_on_vocab(hidden);
 }

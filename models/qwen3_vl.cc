@@ -57,7 +57,6 @@ Flow<at::Tensor> Qwen3VLVision::embed(Trace& trace, at::Tensor pixels,
                                       const VisionLayout& layout) const {
   const at::Device device = pixels.device();
   at::Tensor x = co_await patch_embed(trace, std::move(pixels));
-  co_await trace.at(patch_embeddings, x);
   at::Tensor positions = layout.position_taps.to(device);
   positions = co_await pos_embed(trace, std::move(positions));
   positions = (positions * layout.position_weights.to(device).unsqueeze(-1)).sum(1);
@@ -87,7 +86,6 @@ Flow<VisionFeatures> Qwen3VLVision::operator()(Trace& trace, at::Tensor pixels,
   std::vector<at::Tensor*> result{&x, &features.image_features};
   for (at::Tensor& level : features.deepstack) result.push_back(&level);
   co_await trace.at_all(output, std::move(result));
-  co_await trace.at(tower_output, x);
   co_await trace.at(image_features, features.image_features);
   co_return features;
 }
@@ -177,7 +175,6 @@ Flow<at::Tensor> Qwen3VL::hidden_states(Trace& trace, Inputs& inputs) const {
   at::Tensor ids = inputs.input_ids.to(device);
   Qwen3VLText::Input in;
   in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
-  co_await trace.at(token_embeddings, in.inputs_embeds);
   if (inputs.pixel_values.defined()) {
     at::Tensor pixels = inputs.pixel_values.to(device, in.inputs_embeds.scalar_type());
     VisionFeatures features = co_await visual(trace, std::move(pixels), inputs.image_grid_thw);

@@ -32,8 +32,6 @@ class Qwen3VLVision : public Module {
   std::vector<std::unique_ptr<Merger>> deepstack_merger_list;
 
   Location image_token_mask{this, "image_token_mask"};
-  Location patch_embeddings{this, "patch_embeddings"};
-  Location tower_output{this, "tower_output"};
   Location image_features{this, "image_features"};
 
  private:

@@ -1,0 +1,184 @@
+// Python face of models/model.h.
+#include "models/model.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <pybind11/stl/filesystem.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <unordered_map>
+#include <utility>
+
+#include "bindings/register.h"
+#include "bindings/running_trace.h"
+#include "core/errors.h"
+#include "core/logging.h"
+#include "core/text.h"
+
+namespace py = pybind11;
+
+namespace vlscope {
+namespace {
+
+using MaybeTensor = std::optional<at::Tensor>;
+
+Inputs make_inputs(MaybeTensor input_ids, MaybeTensor attention_mask, MaybeTensor pixel_values,
+                   MaybeTensor image_grid_thw, std::int64_t logits_to_keep) {
+  return {input_ids.value_or(at::Tensor()),   attention_mask.value_or(at::Tensor()),
+          pixel_values.value_or(at::Tensor()), image_grid_thw.value_or(at::Tensor()),
+          logits_to_keep,                      {}};
+}
+
+Attention attention_by_name(const std::string& name) {
+  if (name == "eager") return Attention::kEager;
+  if (name == "sdpa") return Attention::kSdpa;
+  throw ConfigError("attn_implementation is \"" + name + "\"; give \"eager\" or \"sdpa\".");
+}
+
+std::shared_ptr<Model> build(const std::string& config_json, const std::string& where,
+                             const std::string& attention, bool text_only) {
+  const Config config = parse_config(config_json, where);
+  for (const std::string& note : config.notes) log().warn("{}", note);
+  return Model::build(config, attention_by_name(attention), text_only);
+}
+
+py::dict config_dict(const Config& config) {
+  using namespace py::literals;
+  const TextConfig& text = config.text;
+  const VisionConfig& vision = config.vision;
+  py::dict text_dict("num_layers"_a = text.num_hidden_layers, "hidden_size"_a = text.hidden_size,
+                     "vocab_size"_a = text.vocab_size, "num_heads"_a = text.num_attention_heads,
+                     "num_kv_heads"_a = text.num_key_value_heads, "head_dim"_a = text.head_dim,
+                     "qk_head_dim"_a = text.head_dim,
+                     "intermediate_size"_a = text.intermediate_size);
+  py::dict vision_dict(
+      "num_layers"_a = vision.depth, "vision_hidden_size"_a = vision.hidden_size,
+      "hidden_size"_a = vision.hidden_size, "num_heads"_a = vision.num_heads,
+      "head_dim"_a = vision.head_dim(), "intermediate_size"_a = vision.intermediate_size,
+      "patch_size"_a = vision.patch_size, "temporal_patch_size"_a = vision.temporal_patch_size,
+      "spatial_merge_size"_a = vision.spatial_merge_size, "window_size"_a = py::none());
+  return py::dict("model_type"_a = config.model_type, "text"_a = text_dict,
+                  "vision"_a = vision_dict, "image_token_id"_a = config.image_token_id,
+                  "video_token_id"_a = config.video_token_id, "text_card"_a = text_card(config),
+                  "vision_card"_a = vision_card(config));
+}
+
+/// The module tree as Python builds its own from: one entry a module, parents first.
+py::list modules(const Model& model) {
+  using namespace py::literals;
+  const Tree& tree = model.tree();
+  std::unordered_map<const Module*, int> index;
+  py::list entries;
+  for (const Module* module : tree.modules()) {
+    py::list parameters;
+    for (const Parameter& parameter : module->parameters()) parameters.append(parameter.name);
+    const int parent = module->parent() ? index.at(module->parent()) : -1;
+    index.emplace(module, static_cast<int>(index.size()));
+    entries.append(py::dict("name"_a = module->name(), "path"_a = module->path(),
+                            "site_path"_a = module->site_path(), "kind"_a = module->kind().name,
+                            "parent"_a = parent, "inputs"_a = tree.first_input(*module),
+                            "outputs"_a = tree.first_output(*module),
+                            "values"_a = tree.first_value(*module),
+                            "parameters"_a = parameters));
+  }
+  return entries;
+}
+
+at::Tensor parameter(const Model& model, int module, const std::string& name) {
+  for (const Parameter& parameter : model.tree().modules().at(module)->parameters()) {
+    if (parameter.name == name) return *parameter.tensor;
+  }
+  throw py::attribute_error(name);
+}
+
+at::Tensor apply(const Model& model, int module, const at::Tensor& x) {
+  const auto* leaf = dynamic_cast<const Leaf*>(model.tree().modules().at(module));
+  if (!leaf) {
+    throw InputError(model.tree().modules().at(module)->site_path() +
+                     " is no single operation; call the modules below it.");
+  }
+  const py::gil_scoped_release released;
+  return leaf->apply(x);
+}
+
+py::dict load(Model& model, const std::filesystem::path& folder,
+              std::optional<at::ScalarType> dtype, const at::Device& device, bool copy) {
+  using namespace py::literals;
+  LoadReport report;
+  {
+    const py::gil_scoped_release released;
+    LoadOptions options;
+    options.dtype = dtype;
+    options.device = device;
+    options.copy = copy;
+    report = model.load(Checkpoint::open(folder), options);
+  }
+  return py::dict("dtype"_a = dtype_text(report.dtype), "ignored"_a = report.ignored,
+                  "converted"_a = report.converted, "tied"_a = report.tied);
+}
+
+/// Order of a site's location; None where the site is unavailable.
+std::optional<int> order_of(const Model& model, int site) {
+  const Location* location = model.tree().sites().at(site).location;
+  return location ? std::optional(location->order()) : std::nullopt;
+}
+
+py::list scan(const Model& model, Inputs inputs) {
+  py::list values;
+  for (const ScannedValue& value : model.scan(std::move(inputs))) {
+    values.append(py::make_tuple(value.location->order(), value.slot, value.shape, value.dtype));
+  }
+  return values;
+}
+
+}  // namespace
+
+void register_model(py::module_& module) {
+  py::class_<Site>(module, "Site", "A named place to read or write.")
+      .def_readonly("path", &Site::path)
+      .def_readonly("slot", &Site::slot)
+      .def_readonly("read_only", &Site::read_only)
+      .def_readonly("unavailable", &Site::unavailable);
+
+  py::class_<Inputs>(module, "Inputs", "The tensors of one forward.")
+      .def(py::init(&make_inputs), py::arg("input_ids"), py::arg("attention_mask") = py::none(),
+           py::arg("pixel_values") = py::none(), py::arg("image_grid_thw") = py::none(),
+           py::arg("logits_to_keep") = 0);
+
+  py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A module tree and its weights.")
+      .def_static("build", &build, py::arg("config_json"), py::arg("where"), py::arg("attention"),
+                  py::arg("text_only"))
+      .def("load", &load, py::arg("folder"), py::arg("dtype"), py::arg("device"), py::arg("copy"))
+      .def_property_readonly("loaded", &Model::loaded)
+      .def_property_readonly("dtype", &Model::dtype)
+      .def_property_readonly("device", [](const Model& self) { return self.device().str(); })
+      .def("config", [](const Model& self) { return config_dict(self.config()); })
+      .def("modules", &modules)
+      .def("sites", [](const Model& self) { return self.tree().sites(); })
+      .def("order_of", &order_of)
+      .def("locations",
+           [](const Model& self) {
+             std::vector<std::string> paths;
+             for (const Location* location : self.tree().order()) paths.push_back(location->path());
+             return paths;
+           })
+      .def("parameter", &parameter)
+      .def("apply", &apply)
+      .def("count_weights",
+           [](const Model& self) {
+             const WeightCount count = count_weights(self.weights());
+             return std::make_pair(count.tensors, count.parameters);
+           })
+      .def("trace",
+           [](const std::shared_ptr<Model>& self, Inputs inputs) {
+             return std::make_unique<RunningTrace>(self, self->trace(std::move(inputs)));
+           })
+      .def(
+          "forward",
+          [](Model& self, Inputs inputs) { return self.forward(std::move(inputs)); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("project_on_vocab", &Model::project_on_vocab, py::call_guard<py::gil_scoped_release>())
+      .def("scan", &scan);
+}
+
+}  // namespace vlscope

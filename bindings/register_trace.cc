@@ -1,0 +1,98 @@
+// Python face of hooks/trace.h.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <utility>
+
+#include "bindings/register.h"
+#include "bindings/running_trace.h"
+
+namespace py = pybind11;
+
+namespace vlscope {
+namespace {
+
+/// Lets Ctrl-C end a run. Looks at most every 50 ms: taking the GIL may mean waiting for it.
+void check_interrupt() {
+  using Clock = std::chrono::steady_clock;
+  thread_local Clock::time_point last = Clock::now();
+  const Clock::time_point now = Clock::now();
+  if (now - last < std::chrono::milliseconds(50)) return;
+  last = now;
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace
+
+at::Tensor RunningTrace::read(int index) {
+  const Site& wanted = site(index);
+  if (trace_->stands_at(wanted)) return trace_->read(wanted);
+  const py::gil_scoped_release released;
+  return trace_->read(wanted);
+}
+
+at::Tensor RunningTrace::read_element(int index, int element_index) {
+  const py::gil_scoped_release released;
+  return trace_->read(element(index, element_index));
+}
+
+void RunningTrace::write(int index, at::Tensor value) {
+  const py::gil_scoped_release released;
+  trace_->write(site(index), std::move(value));
+}
+
+void RunningTrace::write_element(int index, int element_index, at::Tensor value) {
+  const py::gil_scoped_release released;
+  trace_->write(element(index, element_index), std::move(value));
+}
+
+int RunningTrace::count_from(int index) {
+  const py::gil_scoped_release released;
+  return trace_->slots(site(index)) - site(index).slot;
+}
+
+void RunningTrace::replace(int module, at::Tensor value) {
+  trace_->replace(*model_->tree().modules().at(module), std::move(value));
+}
+
+at::Tensor RunningTrace::finish() {
+  const py::gil_scoped_release released;
+  return trace_->finish();
+}
+
+std::optional<std::string> RunningTrace::site_of(const at::Tensor& tensor) const {
+  const Site* site = trace_->site_of(tensor);
+  return site ? std::optional(site->path) : std::nullopt;
+}
+
+const Site& RunningTrace::element(int index, int element_index) {
+  const int slot = site(index).slot + element_index;
+  for (const Site& known : elements_) {
+    if (known.location == site(index).location && known.slot == slot) return known;
+  }
+  elements_.push_back(site(index));
+  elements_.back().slot = slot;
+  return elements_.back();
+}
+
+void register_trace(py::module_& module) {
+  Trace::interrupt_check = check_interrupt;
+
+  py::class_<RunningTrace>(module, "Trace", "One forward, advanced by its reader.")
+      .def("read", &RunningTrace::read)
+      .def("read_element", &RunningTrace::read_element)
+      .def("write", &RunningTrace::write)
+      .def("write_element", &RunningTrace::write_element)
+      .def("count_from", &RunningTrace::count_from)
+      .def("replace", &RunningTrace::replace)
+      .def("finish", &RunningTrace::finish)
+      .def("check_edits", &RunningTrace::check_edits)
+      .def("close", &RunningTrace::close)
+      .def("site_of", &RunningTrace::site_of)
+      .def("position", &RunningTrace::position);
+}
+
+}  // namespace vlscope

@@ -1,0 +1,67 @@
+"""vlscope: read and edit the forward of Qwen vision-language models, value by value.
+
+>>> import vlscope
+>>> model = vlscope.load("demo")
+>>> with model.trace("What color is this?", images=[picture]):
+...     features = model.vision.image_features.save()
+...     logits = model.logits.save()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch as _torch  # noqa: F401  (its libraries have to be loaded before the extension)
+
+from . import layouts
+from .errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    ConfigError,
+    InputError,
+    LateEditError,
+    NotReachedError,
+    OutOfOrderError,
+    Unavailable,
+    UnsupportedFamily,
+    VlscopeError,
+)
+from .model import StandardizedTransformer, load, weight_counts
+from .trace import InvokeTracer, Saved, Tracer, save
+from .tree import Module, ModuleList, Record, Value
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFound",
+    "ConfigError",
+    "InputError",
+    "InvokeTracer",
+    "LateEditError",
+    "Module",
+    "ModuleList",
+    "NotReachedError",
+    "OutOfOrderError",
+    "Record",
+    "Saved",
+    "StandardizedTransformer",
+    "Tracer",
+    "Unavailable",
+    "UnsupportedFamily",
+    "Value",
+    "VlscopeError",
+    "layouts",
+    "load",
+    "save",
+    "weight_counts",
+]
+
+_LAZY = ("demo", "processing", "printing")  # imported when first used: they cost start-up time
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module 'vlscope' has no attribute {name!r}")

@@ -1,0 +1,473 @@
+"""Loading a model, and the methods that act on all of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+
+from . import _core
+from .errors import CheckpointNotFound, ConfigError, InputError, Unavailable
+from .trace import InvokeTracer, Tracer, open_tracers
+from .tree import KINDS, ModuleList, Record, plant
+
+__all__ = ["StandardizedTransformer", "load", "weight_counts"]
+
+_TASKS = ("image-text-to-text", "text-generation")
+_TENSORS = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
+#: Part of a processor's encoding, and not needed: positions follow from the ids and the grids.
+_IGNORED = ("mm_token_type_ids", "token_type_ids")
+_ELSEWHERE = {
+    "remote": "the forward runs in this process",
+    "scan": "use model.scan(prompt)",
+    "validate": "inputs are always checked",
+    "hook": "call a module on a tensor for plain arithmetic",
+    "rename": "the short names are always there",
+    "envoys": "the values are always there",
+    "output_attentions": "read layers[i].self_attn.attention_probabilities",
+    "output_hidden_states": "read layers[i].layer_output",
+}
+
+
+def _demo_folder() -> Path:
+    """The built-in model, in an installed package or in the repository."""
+    here = Path(__file__).resolve().parent
+    packaged = here / "demo_model"
+    return packaged if packaged.is_dir() else here.parents[1] / "demo" / "model"
+
+
+def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt"]
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        raise CheckpointNotFound(
+            f"{repo_id!r} is no folder here, and the hub did not give it as a model "
+            f"({type(error).__name__}: {error}). Give the path of a checkpoint folder, a hub id that "
+            'can be reached, or "demo".'
+        ) from error
+
+
+def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> Path:
+    """The folder of a checkpoint."""
+    if isinstance(path_or_id, torch.nn.Module):
+        raise TypeError(
+            "vlscope runs checkpoints, not modules in memory: call module.save_pretrained(folder) and load the folder"
+        )
+    if path_or_id == "demo":
+        return _demo_folder()
+    path = Path(path_or_id)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointNotFound(f"{path} is a file: give the folder that holds it and config.json")
+    name = str(path_or_id)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _hub_snapshot(name, revision)
+    raise CheckpointNotFound(f"{path} does not exist: give the folder of a checkpoint or a hub id")
+
+
+def _read_config(folder: Path) -> tuple[str, Path]:
+    path = folder / "config.json"
+    try:
+        return path.read_text(encoding="utf-8"), path
+    except FileNotFoundError:
+        raise CheckpointNotFound(f"{path} does not exist: {folder} is no checkpoint folder") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from None
+
+
+class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
+    """A Qwen vision-language model whose forward can be read and edited as it runs.
+
+    >>> model = vlscope.load("demo")
+    >>> with model.trace("What color is this?", images=[picture]):
+    ...     mask = model.vision.image_token_mask.save()
+    ...     model.vision.image_features[:] = 0
+    ...     logits = model.logits.save()
+
+    Args:
+        path_or_id: a checkpoint folder in the hub's format, a hub id, or "demo".
+        task: "image-text-to-text", or "text-generation" for a load without a processor, where every
+            vision value is `Unavailable`.
+        dtype: what the weights are converted to; by default they stay as stored, used in place.
+        device: where the weights live and the forward runs.
+        attn_implementation: "sdpa" or "eager". Patterns can be read and written under both.
+        dispatch: False leaves the weights on disk until the first trace.
+        processor: used in place of the checkpoint's own, e.g. a transformers processor.
+        copy: copies the weights into memory, for folders that may be overwritten while in use.
+        revision: of a hub id.
+
+    Raises:
+        CheckpointNotFound, CheckpointError, ConfigError, UnsupportedFamily: before any compute.
+    """
+
+    __slots__ = (
+        "_config",
+        "_copy",
+        "_core",
+        "_device",
+        "_dtype",
+        "_entries",
+        "_folder",
+        "_lock",
+        "_own_processor",
+        "_sites",
+        "config",
+        "processor",
+        "repo_id",
+        "task",
+    )
+
+    def __init__(
+        self,
+        path_or_id: str | os.PathLike[str],
+        *,
+        task: str = "image-text-to-text",
+        dtype: torch.dtype | None = None,
+        torch_dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+        attn_implementation: str = "sdpa",
+        dispatch: bool = True,
+        processor: Any = None,
+        copy: bool = False,
+        revision: str | None = None,
+        **unknown: Any,
+    ) -> None:
+        for name in unknown:
+            reason = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise TypeError(f"loading takes no argument {name!r}{reason}")
+        if task not in _TASKS:
+            raise ValueError(f"task is {task!r}; give {' or '.join(map(repr, _TASKS))}")
+        folder = _find(path_or_id, revision)
+        text, where = _read_config(folder)
+        core = _core.Model.build(text, str(where), attn_implementation, task == "text-generation")
+        self._folder, self._core = folder, core
+        self._dtype, self._device = dtype or torch_dtype, torch.device(device)
+        self._copy = copy
+        self._lock = threading.Lock()
+        self._config = core.config()
+        self._entries = core.modules()
+        self._sites = core.sites()
+        plant(self, self, self._entries, None)
+        self.config = MappingProxyType(json.loads(text))
+        self.repo_id = str(path_or_id)
+        self.task = task
+        self._own_processor = processor
+        self.processor = self._light_processor() if task == "image-text-to-text" else None
+        if dispatch:
+            self.dispatch()
+
+    def _light_processor(self) -> Any:
+        from .processing import Processor
+
+        if self._own_processor is None:
+            self._own_processor = Processor.from_folder(self._folder)
+        return self._own_processor
+
+    # --- what it is ---
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer."""
+        return self._light_processor().tokenizer
+
+    @property
+    def family(self) -> str:
+        """`model_type` of the checkpoint: "qwen3_vl"."""
+        return self._config["model_type"]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights, and so of every value that is not said to have another."""
+        return self._core.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return torch.device(self._core.device)
+
+    @property
+    def dispatched(self) -> bool:
+        """True once the weights are there."""
+        return self._core.loaded
+
+    def dispatch(self) -> None:
+        """Load the weights, if they are not there yet."""
+        if self._core.loaded:
+            return
+        with self._lock:
+            if self._core.loaded:
+                return
+            report = self._core.load(self._folder, self._dtype, self._device, self._copy)
+        if report["ignored"]:
+            names = ", ".join(report["ignored"])
+            logging.getLogger("vlscope").warning(
+                "%s: ignored %d tensors that are no part of the model: %s",
+                self._folder,
+                len(report["ignored"]),
+                names,
+            )
+
+    # --- running ---
+
+    def trace(self, prompt: Any = None, **inputs: Any) -> Any:
+        """A forward of `prompt`, open inside a `with` block; see `Tracer`.
+
+        `prompt` is a string, chat messages, token ids, a processor's encoding, or a list of these (a
+        batch, padded on the left). `images` are PIL images, arrays, tensors or paths. Instead of a
+        prompt the tensors can be given: `input_ids=, attention_mask=, pixel_values=,
+        image_grid_thw=`. `logits_to_keep=n` computes the logits of the last n positions only.
+        Without any input, a block for several forwards: see `InvokeTracer`.
+
+        Raises:
+            InputError: for inputs that do not fit the model or each other, before any compute.
+        """
+        if prompt is None and not inputs:
+            return InvokeTracer(self)
+        return self._tracer_for(prompt, **inputs)
+
+    def _tracer_for(self, prompt: Any = None, *, on_exit: Any = None, **inputs: Any) -> Tracer:
+        return Tracer(self, self._prepare(prompt, **inputs), on_exit)
+
+    def __call__(self, prompt: Any = None, **inputs: Any) -> Record:
+        """The plain forward: a record with `.logits` [batch, seq, vocab_size]."""
+        prepared = self._prepare(prompt, **inputs)
+        self.dispatch()
+        return Record(logits=self._core.forward(prepared))
+
+    def _prepare(
+        self,
+        prompt: Any = None,
+        *,
+        text: Any = None,
+        images: Any = None,
+        videos: Any = None,
+        logits_to_keep: int = 0,
+        **tensors: Any,
+    ) -> _core.Inputs:
+        """Whatever a trace accepts, as the tensors of one forward."""
+        if text is not None and prompt is not None:
+            raise TypeError("give the prompt once: as the first argument or as text=")
+        prompt = text if prompt is None else prompt
+        self._check_names(tensors)
+        if isinstance(prompt, Mapping) and "input_ids" in prompt and not images and not videos:
+            self._check_names(prompt)
+            tensors, prompt = {**prompt, **tensors}, None
+        if prompt is not None:
+            if "input_ids" in tensors:
+                raise TypeError("give a prompt or input_ids, not both")
+            tensors = {**self._encode(prompt, images, videos), **tensors}
+        elif images is not None or videos is not None:
+            raise InputError("images were given without a prompt: give the prompt too")
+        elif tensors.get("input_ids") is None:
+            raise InputError("there is no prompt: give a prompt or input_ids")
+        return _core.Inputs(
+            **{name: _as_tensor(name, tensors.get(name)) for name in _TENSORS},
+            logits_to_keep=logits_to_keep,
+        )
+
+    def _check_names(self, names: Mapping[str, Any]) -> None:
+        for name, value in names.items():
+            if name in _TENSORS or name in _IGNORED or value is None:
+                continue
+            if name in ("pixel_values_videos", "video_grid_thw"):
+                raise Unavailable(f"{name} was given: videos are not served by this version")
+            reason = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise TypeError(f"a trace takes no argument {name!r}{reason}")
+
+    def _encode(self, prompt: Any, images: Any, videos: Any) -> Mapping[str, Any]:
+        if images is not None and self.task == "text-generation":
+            raise InputError(
+                'images were given to a model loaded with task="text-generation". Load it with '
+                'task="image-text-to-text".'
+            )
+        processor = self._light_processor()
+        if hasattr(processor, "encode_prompt"):
+            return processor.encode_prompt(prompt, images, videos)
+        return processor(text=prompt, images=images, videos=videos, return_tensors="pt")
+
+    def _current_tracer(self) -> Tracer | None:
+        for tracer in reversed(open_tracers()):
+            if tracer._model is self:
+                return tracer
+        return None
+
+    # --- the values as a whole ---
+
+    @property
+    def input_size(self) -> torch.Size:
+        """Shape of `input_ids` in the open trace: (batch, seq). Read-only: assign `input_ids`."""
+        return self.input_ids.shape
+
+    def support(self, layer: int | None = None) -> dict[str, Any]:
+        """What can be read: `{value name: None}`, or a reason why not.
+
+        Values of the blocks are listed once; where only some blocks lack one, as `{layer: reason}`.
+        Vision values are prefixed with `vision.`. With `layer=i`, the values of that text block
+        alone, `{name: None or reason}`. A text-only load leaves the vision values out.
+        """
+        if layer is not None:
+            return _flat_support(self.layers[layer])
+        rows: dict[str, Any] = dict(super().support())
+        rows.update(_list_support(self.layers))
+        if self.task == "image-text-to-text":
+            rows.update({f"vision.{name}": reason for name, reason in self.vision.support().items()})
+            blocks = _list_support(self.vision.layers)
+            rows.update({f"vision.{name}": reason for name, reason in blocks.items()})
+        return rows
+
+    def order(self, site: str | None = None) -> Any:
+        """Every location of the forward in its order, or the place of one site in it.
+
+        >>> model.order()[:3]
+        ['input', 'model.input', 'vision.image_token_mask']
+        >>> model.order("layers.0.layer_output") < model.order("layers.1.layer_output")
+        True
+        """
+        if site is None:
+            return self._core.locations()
+        known = {place.path: index for index, place in enumerate(self._sites)}
+        if site not in known:
+            from .tree import near_names
+
+            raise KeyError(f"no site {site!r}.{near_names(site, list(known))}")
+        return self._core.order_of(known[site])
+
+    def rank(self, name: str) -> int:
+        """Place of a value within its block (or, for a value of the whole model, in the forward):
+        a smaller rank is served earlier, an equal one at the same location."""
+        hosts = (self.layers[0], self.layers[0].self_attn, self.layers[0].mlp, self)
+        for host in hosts:
+            for offset, value in enumerate(host._kind.values):
+                if value.name == name:
+                    return self._core.order_of(host._values + offset)
+        raise KeyError(f"no value {name!r}; model.support() lists them")
+
+    # --- acting on values ---
+
+    def project_on_vocab(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and head on a stream [..., hidden_size]: logits [..., vocab_size]. On the last
+        block's `layer_output` these are the model's logits."""
+        self.dispatch()
+        return self._core.project_on_vocab(hidden)
+
+    def steer(
+        self,
+        layers: int | Sequence[int],
+        vector: torch.Tensor,
+        factor: float = 1.0,
+        token_positions: Any = None,
+        batch_index: Any = None,
+    ) -> None:
+        """Add `factor * vector` to the output of `layers`, in place, in ascending order.
+
+        Args:
+            vector: [hidden_size], or anything that broadcasts; cast to the stream's dtype and device.
+            token_positions: index, slice or list along the tokens; all by default.
+            batch_index: index, slice or list along the prompts; all by default.
+        """
+        indices = [layers] if isinstance(layers, int) else layers
+        count = self.num_layers
+        rows = slice(None) if batch_index is None else batch_index
+        tokens = slice(None) if token_positions is None else token_positions
+        for index in sorted(self._layer_index(index, count) for index in indices):
+            stream = self.layers[index].layer_output
+            stream[rows, tokens] += factor * vector.to(stream)
+
+    def _layer_index(self, index: int, count: int) -> int:
+        if not -count <= index < count:
+            raise IndexError(f"layer {index}: the model has {count}, 0 to {count - 1}")
+        return index % count
+
+    def skip_layer(self, layer: int, skip_with: torch.Tensor | None = None) -> None:
+        """Leave a text block out: its output is `skip_with`, by default its input."""
+        self.skip_layers(layer, layer, skip_with)
+
+    def skip_layers(self, first: int, last: int, skip_with: torch.Tensor | None = None) -> None:
+        """Leave the text blocks `first` to `last` (inclusive) out. What enters the block after them
+        is `skip_with`, by default what enters the first."""
+        count = self.num_layers
+        first, last = self._layer_index(first, count), self._layer_index(last, count)
+        if first > last:
+            raise ValueError(f"skip_layers({first}, {last}): the first comes after the last")
+        value = self.layers[first].input if skip_with is None else skip_with
+        for index in range(first, last + 1):
+            self.layers[index].skip(value)
+
+    def get_topk_closest_tokens(self, hidden: torch.Tensor, k: int = 10) -> list[dict[str, float]]:
+        """For each row of a stream [..., hidden_size], its k likeliest tokens and probabilities."""
+        probs = self.project_on_vocab(hidden).softmax(-1)
+        return [self.probs_to_dict(row, k) for row in probs.reshape(-1, probs.shape[-1])]
+
+    def probs_to_dict(self, probs: torch.Tensor, k: int = 10) -> dict[str, float]:
+        """The k likeliest tokens of probabilities [vocab_size], likeliest first. Tokens whose texts
+        collide are keyed by their form in the vocabulary."""
+        top = probs.topk(min(k, probs.numel()))
+        texts = [self.tokenizer.decode([token]) for token in top.indices.tolist()]
+        raw = self.tokenizer.convert_ids_to_tokens(top.indices.tolist())
+        keys = [text if texts.count(text) == 1 else form for text, form in zip(texts, raw, strict=True)]
+        return dict(zip(keys, top.values.tolist(), strict=True))
+
+    def __repr__(self) -> str:
+        from .printing import model_text
+
+        return model_text(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a StandardizedTransformer holds mapped weights and cannot be copied or pickled: load it "
+            f"again by vlscope.load({self.repo_id!r})"
+        )
+
+
+def _as_tensor(name: str, value: Any) -> torch.Tensor | None:
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name} is no tensor and cannot be made one: {error}") from None
+
+
+def _flat_support(block: Any) -> dict[str, str | None]:
+    rows: dict[str, str | None] = dict(block.support())
+    rows.update(block.self_attn.support())
+    rows.update(block.mlp.support())
+    return rows
+
+
+def _list_support(blocks: ModuleList) -> dict[str, Any]:
+    """The support of many blocks, as one row a value."""
+    each = [_flat_support(block) for block in blocks]
+    rows: dict[str, Any] = {}
+    for name in each[0]:
+        missing = {i: row[name] for i, row in enumerate(each) if row[name] is not None}
+        rows[name] = missing or None
+    return rows
+
+
+def load(path_or_id: str | os.PathLike[str], **options: Any) -> StandardizedTransformer:
+    """Open a model: a checkpoint folder, a hub id, or "demo", the built-in one.
+
+    Takes the options of `StandardizedTransformer`.
+
+    >>> model = vlscope.load("Qwen/Qwen3-VL-4B-Instruct", dtype=torch.float32)
+    """
+    return StandardizedTransformer(path_or_id, **options)
+
+
+def weight_counts(config: str | os.PathLike[str]) -> tuple[int, int]:
+    """Tensors and parameters that a checkpoint of this `config.json` stores, without any weights."""
+    path = Path(config)
+    core = _core.Model.build(path.read_text(encoding="utf-8"), str(path), "sdpa", False)
+    return core.count_weights()

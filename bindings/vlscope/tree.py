@@ -1,0 +1,463 @@
+"""The module tree as Python sees it: one class for each kind of module, one property for each value.
+
+The classes are made from the engine's table of named values, so that the table stays the one place
+where a value is declared. Looking at a class (`help(type(model.layers[0]))`, tab completion) moves
+no forward; reading a property of an instance inside a trace does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from . import _core, layouts
+from .errors import InputError, Unavailable
+
+if TYPE_CHECKING:
+    from .model import StandardizedTransformer
+    from .trace import Tracer
+
+__all__ = ["KINDS", "Module", "ModuleList", "Record", "Value", "near_names"]
+
+
+def near_names(name: str, known: Sequence[str]) -> str:
+    """A sentence with the names of `known` that `name` may have meant; empty if there is none."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f" Did you mean {', '.join(near)}?" if near else ""
+
+
+class Record(Mapping[str, Any]):
+    """A result with named parts, read as `record.logits` or `record["logits"]`. Read-only: edit a
+    part in place."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, **parts: Any) -> None:
+        object.__setattr__(self, "_parts", parts)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._parts[name]
+        except KeyError:
+            known = list(self._parts)
+            message = f"no part {name!r}; there are {', '.join(known)}.{near_names(name, known)}"
+            raise AttributeError(message) from None
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"{name} cannot be assigned here: edit it in place, or assign the whole")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(
+            f"{name}={tuple(part.shape)}" if isinstance(part, torch.Tensor) else f"{name}={part!r}"
+            for name, part in self._parts.items()
+        )
+        return f"Record({parts})"
+
+
+class Value(property):
+    """A named value. On the class it describes itself; on an instance it is the live tensor.
+
+    Attributes: `layout` (a class of `vlscope.layouts`), `dims` (its axes), `__doc__`.
+    """
+
+    layout: layouts.Layout
+    dims: tuple[str, ...]
+
+    def __init__(self, declared: _core.Value, offset: int) -> None:
+        def read(host: Module) -> torch.Tensor:
+            tracer = host._tracer or host._current()
+            if tracer is None:
+                host._refuse(host._values + offset)
+            return tracer._read(host._values + offset)
+
+        def write(host: Module, value: torch.Tensor) -> None:
+            host._write(host._values + offset, value)
+
+        axes = f"[{declared.dims}]" if declared.dims else "unavailable"
+        note = declared.read_only or declared.unavailable
+        doc = f"{declared.layout} {axes}: {declared.description}." + (f" {note}." if note else "")
+        super().__init__(read, write, doc=doc)
+        self.name = declared.name
+        self.layout = getattr(layouts, declared.layout)
+        self.dims = tuple(declared.dims.split())
+        self.description = declared.description
+
+
+class ModuleList(Sequence["Module"]):
+    """The blocks of a tower. Takes negative indices, slices (which give lists) and iteration."""
+
+    __slots__ = ("_items", "_path")
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._items: list[Module] = []
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self._items[index]
+        if isinstance(index, bool):
+            raise TypeError(f"{self._path} takes integers and slices, not {index}")
+        try:
+            return self._items[operator.index(index)]
+        except IndexError:
+            message = f"{self._path}[{index}]: there are {len(self._items)}, 0 to {len(self) - 1}"
+            raise IndexError(message) from None
+        except TypeError:
+            message = f"{self._path} takes integers and slices, not {type(index).__name__}"
+            raise TypeError(message) from None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return f"<{self._path}: {len(self)} x {type(self._items[0]).__name__}>"
+
+
+class Module:
+    """A module of the model. Inside a trace its values are live tensors."""
+
+    __slots__ = (
+        "__weakref__",
+        "_children",
+        "_index",
+        "_inputs",
+        "_model",
+        "_outputs",
+        "_parameters",
+        "_path",
+        "_site_path",
+        "_tracer",
+        "_values",
+    )
+    _kind: _core.Kind
+
+    def _place(self, model: StandardizedTransformer, entry: Mapping[str, Any], index: int, tracer: Any) -> None:
+        """Bind to one entry of the engine's list of modules."""
+        self._model = model
+        self._tracer: Tracer | None = tracer
+        self._index = index
+        self._children: dict[str, Any] = {}
+        self._path = entry["path"]
+        self._site_path = entry["site_path"]
+        self._inputs = entry["inputs"]
+        self._outputs = entry["outputs"]
+        self._values = entry["values"]
+        self._parameters = tuple(entry["parameters"])
+
+    # --- reading and writing ---
+
+    def _current(self) -> Tracer | None:
+        return self._model._current_tracer()
+
+    def _open(self, site: int) -> Tracer:
+        tracer = self._tracer or self._current()
+        if tracer is None:
+            self._refuse(site)
+        return tracer
+
+    def _refuse(self, site: int) -> NoReturn:
+        """Say why a value cannot be had outside a trace."""
+        place = self._model._sites[site]
+        if place.unavailable:
+            raise Unavailable(f"{place.path} is unavailable: {place.unavailable}")
+        raise ValueError(
+            f"{place.path} exists only while a forward runs: read it inside "
+            "`with model.trace(prompt): ...`, and keep it with .save()."
+        )
+
+    def _write(self, site: int, value: Any) -> None:
+        place = self._model._sites[site]
+        if place.unavailable:
+            raise Unavailable(f"{place.path} is unavailable: {place.unavailable}")
+        if place.read_only:
+            raise AttributeError(f"{place.path} is read-only: {place.read_only}")
+        tracer = self._open(site)
+        if not isinstance(value, torch.Tensor):
+            raise InputError(
+                f"{place.path} takes a tensor, not {type(value).__name__}. To fill it, edit in "
+                f"place: {place.path}[:] = ..."
+            )
+        tracer._write(site, value)
+
+    def _read_fields(self, fields: Sequence[_core.Field], site: int) -> list[Any]:
+        tracer = self._open(site)
+        parts: list[Any] = []
+        for field in fields:
+            if field.slots < 0:
+                count = tracer._core.count_from(site)
+                parts.append(tuple(tracer._core.read_element(site, k) for k in range(count)))
+                site += 1
+            elif field.slots == 1:
+                parts.append(tracer._read(site))
+                site += 1
+            else:
+                parts.append(tuple(tracer._read(site + k) for k in range(field.slots)))
+                site += field.slots
+        return parts
+
+    def _write_fields(self, fields: Sequence[_core.Field], site: int, parts: Sequence[Any]) -> None:
+        for field, part, old in zip(fields, parts, self._read_fields(fields, site), strict=True):
+            if field.slots == 1:
+                if part is not old and not field.read_only:
+                    self._write(site, part)
+                site += 1
+                continue
+            if not isinstance(part, (tuple, list)) or len(part) != len(old):
+                raise InputError(f"{self._site_path}: {field.name} is a tuple of {len(old)} tensors")
+            for k, (element, before) in enumerate(zip(part, old, strict=True)):
+                if element is not before:
+                    self._open(site)._core.write_element(site, k, element)
+            site += 1 if field.slots < 0 else field.slots
+
+    @property
+    def input(self) -> torch.Tensor:
+        """The first argument of the module's call, positional or keyword."""
+        return self._open(self._inputs)._read(self._inputs)
+
+    @input.setter
+    def input(self, value: torch.Tensor) -> None:
+        self._write(self._inputs, value)
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """All arguments of the call, `(args, kwargs)`, without caches and flags."""
+        fields = self._kind.inputs
+        parts = self._read_fields(fields, self._inputs)
+        pairs = list(zip(fields, parts, strict=True))
+        args = tuple(part for field, part in pairs if not field.keyword)
+        kwargs = {field.name: part for field, part in pairs if field.keyword}
+        return args, MappingProxyType(kwargs)
+
+    @inputs.setter
+    def inputs(self, value: tuple[Sequence[Any], Mapping[str, Any]]) -> None:
+        args, kwargs = value
+        positional = iter(args)
+        fields = self._kind.inputs
+        parts = [kwargs[field.name] if field.keyword else next(positional) for field in fields]
+        self._write_fields(fields, self._inputs, parts)
+
+    @property
+    def output(self) -> Any:
+        """What the call returned: a tensor, a tuple, or a record with named parts."""
+        if self._kind.form == _core.Form.tensor:
+            return self._open(self._outputs)._read(self._outputs)
+        fields = self._kind.outputs
+        parts = self._read_fields(fields, self._outputs)
+        if self._kind.form == _core.Form.tuple:
+            return tuple(parts)
+        return Record(**{field.name: part for field, part in zip(fields, parts, strict=True)})
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        if self._kind.form == _core.Form.tensor:
+            self._write(self._outputs, value)
+            return
+        fields = self._kind.outputs
+        if self._kind.form == _core.Form.record:
+            value = [value[field.name] for field in fields]
+        if not isinstance(value, (tuple, list)) or len(value) != len(fields):
+            names = ", ".join(field.name for field in fields)
+            raise InputError(f"{self._site_path}.output is a tuple of {len(fields)}: ({names})")
+        self._write_fields(fields, self._outputs, value)
+
+    def skip(self, value: Any = None) -> None:
+        """Leave the module's call out of this trace: its output is `value`, by default its input.
+
+        Nothing inside is computed, and reading it raises `NotReachedError`. Call it before reading
+        anything inside or behind the module; its input may have been read.
+        """
+        tracer = self._open(self._inputs)
+        if value is None:
+            value = self.input
+        if isinstance(value, (tuple, list)):
+            value = value[0]
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"{self._site_path}.skip takes a tensor, not {type(value).__name__}")
+        tracer._core.replace(self._index, value)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The module's arithmetic on any tensor: no occurrence in a trace, no value served."""
+        return self._model._core.apply(self._index, x)
+
+    # --- the tree ---
+
+    @property
+    def path(self) -> str:
+        """Native path, as transformers names it: `model.language_model.layers.3`."""
+        return self._path
+
+    @property
+    def parent(self) -> Module | None:
+        """The module above; None at the root."""
+        path = self._path.rpartition(".")[0]
+        if not self._path:
+            return None
+        while True:
+            found = self._model.get(path) if path else self._model
+            if isinstance(found, Module):
+                return found
+            path = path.rpartition(".")[0]
+
+    def get(self, path: str) -> Any:
+        """The module, list or value at a dotted path below this one: `get("layers.0.self_attn")`."""
+        found: Any = self
+        for name in path.split("."):
+            if isinstance(found, ModuleList):
+                if not name.lstrip("-").isdigit():
+                    raise AttributeError(f"{path!r}: {found._path} takes an index, not {name!r}")
+                found = found[int(name)]
+            else:
+                found = getattr(found, name)
+        return found
+
+    def _names(self) -> list[str]:
+        aliases = [name for name in self._kind.aliases if self._follow(name) is not None]
+        return [*self._children, *aliases, *self._parameters]
+
+    def _follow(self, alias: str) -> Any:
+        found: Any = self
+        for name in self._kind.aliases[alias].split("."):
+            found = found._children.get(name) if isinstance(found, Module) else None
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        child = self._children.get(name)
+        if child is not None:
+            return child
+        if name in self._kind.aliases and (child := self._follow(name)) is not None:
+            self._children[name] = child
+            return child
+        if name in self._parameters:
+            return self._model._core.parameter(self._index, name)
+        raise self._unknown(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            object.__setattr__(self, name, value)
+        except AttributeError:
+            if hasattr(type(self), name):
+                raise
+            raise self._unknown(name) from None
+
+    def _unknown(self, name: str) -> AttributeError:
+        where = self._site_path or "the model"
+        known = [known for known in dir(self) if not known.startswith("_")]
+        return AttributeError(
+            f"{where} ({type(self).__name__}) has no value or module {name!r}." + near_names(name, known)
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._names()})
+
+    def support(self) -> dict[str, str | None]:
+        """For each named value of this module: None if it can be read, else the reason why not."""
+        return {
+            value.name: self._model._sites[self._values + offset].unavailable or None
+            for offset, value in enumerate(self._kind.values)
+        }
+
+    def __repr__(self) -> str:
+        from .printing import module_text
+
+        return module_text(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} belongs to a loaded model and cannot be copied or pickled: load "
+            "the model again by vlscope.load(path)."
+        )
+
+    __deepcopy__ = __copy__ = lambda self, memo=None: self.__reduce__()
+
+
+def _make_class(kind: _core.Kind) -> type[Module]:
+    values = {value.name: Value(value, offset) for offset, value in enumerate(kind.values)}
+    namespace = {"__slots__": (), "__doc__": kind.doc, "__module__": __name__, "_kind": kind}
+    return type(kind.name, (Module,), {**namespace, **values})
+
+
+#: The class of each kind of module, by name.
+KINDS: dict[str, type[Module]] = {kind.name: _make_class(kind) for kind in _core.all_kinds()}
+
+
+def _add_size(kind: str, name: str, doc: str) -> None:
+    """A number of the config as a read-only property."""
+    part = "vision" if kind == "Vision" else "text"
+
+    def read(host: Module) -> Any:
+        return host._model._config[part][name]
+
+    def refuse(host: Module, value: Any) -> NoReturn:
+        raise AttributeError(f"{name} is fixed by the checkpoint's config")
+
+    setattr(KINDS[kind], name, property(read, refuse, doc=doc))
+
+
+for _name in [
+    "num_layers",
+    "hidden_size",
+    "vocab_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "qk_head_dim",
+    "intermediate_size",
+]:
+    _add_size("CausalLM", _name, f"{_name} of the text model.")
+for _name in [
+    "num_layers",
+    "vision_hidden_size",
+    "hidden_size",
+    "num_heads",
+    "head_dim",
+    "intermediate_size",
+    "patch_size",
+    "temporal_patch_size",
+    "spatial_merge_size",
+    "window_size",
+]:
+    _add_size("Vision", _name, f"{_name} of the vision tower.")
+
+
+def _image_size(host: Module) -> NoReturn:
+    raise Unavailable(
+        "vision.image_size is unavailable: any resolution; the processor cuts each image into a "
+        "grid of its own, image_grid_thw."
+    )
+
+
+KINDS["Vision"].image_size = property(_image_size, doc="Unavailable: it varies.")  # type: ignore[attr-defined]
+
+
+def plant(root: Module, model: StandardizedTransformer, entries: Sequence[Mapping[str, Any]], tracer: Any) -> None:
+    """Build the tree below `root` from the engine's list of modules."""
+    planted: list[Module] = []
+    for index, entry in enumerate(entries):
+        module = root if index == 0 else object.__new__(KINDS[entry["kind"]])
+        module._place(model, entry, index, tracer)
+        planted.append(module)
+        if index == 0:
+            continue
+        children = planted[entry["parent"]]._children
+        name, _, position = entry["name"].partition(".")
+        if position:
+            above = entry["site_path"].rpartition(".")[0]
+            children.setdefault(name, ModuleList(above))._items.append(module)
+        else:
+            children[name] = module
