@@ -109,7 +109,6 @@ text model then adds DeepStack level k after block k (the first blocks only):
 with mask = vision.image_token_mask. layer_output is the stream before that add.)",
     {{"hidden_states"},
      keyword("attention_mask"),
-     fixed(keyword("position_ids")),
      keyword("position_embeddings", 2)},
     Form::kTensor,
     {{"hidden_states"}},
@@ -125,8 +124,7 @@ with mask = vision.image_token_mask. layer_output is the stream before that add.
 const Kind text_attention{
     "TextAttention",
     "Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE.",
-    {keyword("hidden_states"), keyword("attention_mask"), fixed(keyword("position_ids")),
-     keyword("position_embeddings", 2)},
+    {keyword("hidden_states"), keyword("attention_mask"), keyword("position_embeddings", 2)},
     Form::kTuple,
     {{"attention_output"}, {"attention_probabilities"}},
     attention_values("batch heads seq head_dim", "batch kv_heads seq head_dim",

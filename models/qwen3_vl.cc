@@ -133,8 +133,6 @@ Flow<at::Tensor> Qwen3VLText::operator()(Trace& trace, Input in) const {
   TextContext context;
   context.mask = mask(in.attention_mask, x.scalar_type());
   if (context.mask.defined()) context.mask = context.mask.to(x.device());
-  // The reference tells its blocks the positions of plain text, and None where an image is.
-  if (!in.visual_pos_masks.defined()) context.position_ids = in.position_ids[0];
   context = co_await rotary_emb(trace, x, in.position_ids, context);
 
   for (std::size_t k = 0; k < layers.size(); ++k) {

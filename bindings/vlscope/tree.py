@@ -199,7 +199,8 @@ class Module:
         for field in fields:
             if field.slots < 0:
                 count = tracer._core.count_from(site)
-                parts.append(tuple(tracer._core.read_element(site, k) for k in range(count)))
+                elements = tuple(tracer._core.read_element(site, k) for k in range(count))
+                parts.append(elements or None)
                 site += 1
             elif field.slots == 1:
                 parts.append(tracer._read(site))
@@ -216,6 +217,7 @@ class Module:
                     self._write(site, part)
                 site += 1
                 continue
+            old, part = old or (), () if part is None else part
             if not isinstance(part, (tuple, list)) or len(part) != len(old):
                 raise InputError(f"{self._site_path}: {field.name} is a tuple of {len(old)} tensors")
             for k, (element, before) in enumerate(zip(part, old, strict=True)):

@@ -42,7 +42,7 @@ TextAttention::TextAttention(Module* parent, std::string name, const TextConfig&
 
 Flow<at::Tensor> TextAttention::operator()(Trace& trace, at::Tensor x, TextContext context) const {
   at::Tensor pattern;
-  co_await trace.at(input, x, context.mask, context.position_ids, context.cos, context.sin);
+  co_await trace.at(input, x, context.mask, context.cos, context.sin);
   if (!trace.skip(*this, x)) {
     const std::int64_t batch = x.size(0), seq = x.size(1);
     Attended attended;
@@ -133,7 +133,7 @@ TextLayer::TextLayer(Module* parent, std::string name, const TextConfig& config,
 
 Flow<at::Tensor> TextLayer::operator()(Trace& trace, at::Tensor x, TextContext context) const {
   trace.checkpoint();
-  co_await trace.at(input, x, context.mask, context.position_ids, context.cos, context.sin);
+  co_await trace.at(input, x, context.mask, context.cos, context.sin);
   if (!trace.skip(*this, x)) {
     at::Tensor branch = co_await input_layernorm(trace, x);
     branch = co_await self_attn(trace, std::move(branch), context);

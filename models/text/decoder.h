@@ -12,7 +12,6 @@ namespace vlscope {
 /// What every text block reads besides the stream. Cheap to copy: tensors are shared.
 struct TextContext {
   at::Tensor mask;          ///< See ops::attention_scores; undefined means causal.
-  at::Tensor position_ids;  ///< `[batch, seq]` on plain text, else None; only shown, as in the reference
   at::Tensor cos, sin;      ///< `[batch, seq, head_dim]`
 };
 
