@@ -12,6 +12,7 @@
 #include <unordered_set>
 
 #include "core/errors.h"
+#include "core/text.h"
 
 namespace vlscope {
 namespace {
@@ -218,7 +219,7 @@ LoadReport load_weights(const std::vector<WeightSpec>& specs, const Checkpoint& 
   if (options.dtype && !is_weight_dtype(*options.dtype) && *options.dtype != at::kDouble) {
     throw InputError(fmt::format(
         "dtype {} is not one that a model runs in: float32, bfloat16, float16 or float64",
-        c10::toString(*options.dtype)));
+        dtype_text(*options.dtype)));
   }
   return Loader(specs, checkpoint, options).run();
 }

@@ -365,8 +365,8 @@ def test_invokes_run_where_they_stand_and_values_pass_between_them(model, text, 
         with tracer.invoke(**text):
             source = model.layers[2].layer_output[:, -1].save()
         with tracer.invoke(**image):
-            model.layers[2].layer_output[:, -1] = source
             features = model.vision.image_features.save()
+            model.layers[2].layer_output[:, -1] = source
             patched = model.logits.save()
     assert len(features) and not torch.equal(patched, model(**image).logits)
     with pytest.raises(ValueError, match="list"), model.trace() as tracer, tracer.invoke():

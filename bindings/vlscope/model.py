@@ -57,6 +57,19 @@ def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
         ) from error
 
 
+def _check_device(device: str | torch.device) -> torch.device:
+    """A device that this machine has. Refused here, not in the middle of a load."""
+    try:
+        known = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device {device!r} is unknown: {str(error).splitlines()[0]}") from None
+    if known.type not in ("cpu", "cuda"):
+        raise InputError(f'device is "{known}"; vlscope runs on "cpu" and "cuda"')
+    if known.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f'device is "{known}", and this machine offers no CUDA device: use "cpu"')
+    return known
+
+
 def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> Path:
     """The folder of a checkpoint."""
     if isinstance(path_or_id, torch.nn.Module):
@@ -152,7 +165,7 @@ class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
         text, where = _read_config(folder)
         core = _core.Model.build(text, str(where), attn_implementation, task == "text-generation")
         self._folder, self._core = folder, core
-        self._dtype, self._device = dtype or torch_dtype, torch.device(device)
+        self._dtype, self._device = dtype or torch_dtype, _check_device(device)
         self._copy = copy
         self._lock = threading.Lock()
         self._config = core.config()
@@ -185,6 +198,11 @@ class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
     def family(self) -> str:
         """`model_type` of the checkpoint: "qwen3_vl"."""
         return self._config["model_type"]
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's folder."""
+        return self._folder
 
     @property
     def dtype(self) -> torch.dtype:

@@ -206,6 +206,14 @@ class InvokeTracer(_Block):
         self.invokes.append(tracer)
         return tracer
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise ValueError(
+            f"{name} belongs to one forward, and this block has none of its own: read it inside "
+            "`with tracer.invoke(prompt): ...`, or give model.trace the prompt"
+        )
+
     def _gather(self, tracer: Tracer) -> None:
         for site, value in tracer.saved.items():
             self.saved._keep(f"invokes.{self.invokes.index(tracer)}.{site}", value)

@@ -439,8 +439,8 @@ for _name in [
 
 def _image_size(host: Module) -> NoReturn:
     raise Unavailable(
-        "vision.image_size is unavailable: any resolution; the processor cuts each image into a "
-        "grid of its own, image_grid_thw."
+        "vision.image_size is unavailable: images have any resolution; the processor cuts each into "
+        "its own grid, image_grid_thw."
     )
 
 
