@@ -137,6 +137,8 @@ void register_model(py::module_& module) {
   py::class_<Site>(module, "Site", "A named place to read or write.")
       .def_readonly("path", &Site::path)
       .def_readonly("slot", &Site::slot)
+      .def_property_readonly("images_axis",
+                             [](const Site& self) { return self.view == View::kImagesAxis; })
       .def_readonly("read_only", &Site::read_only)
       .def_readonly("unavailable", &Site::unavailable);
 

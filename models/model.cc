@@ -129,7 +129,8 @@ std::vector<WeightSpec> Model::weights() const {
 LoadReport Model::load(const Checkpoint& checkpoint, const LoadOptions& options) {
   LoadReport report = load_weights(weights(), checkpoint, options);
   loaded_ = true;
-  for (const at::Tensor* weight : weights_) weight_versions_ += weight->_version();
+  weight_versions_.clear();
+  for (const at::Tensor* weight : weights_) weight_versions_.push_back(weight->_version());
   return report;
 }
 
@@ -138,13 +139,18 @@ at::Device Model::device() const { return weights_.front()->device(); }
 at::ScalarType Model::dtype() const { return weights_.front()->scalar_type(); }
 
 void Model::note_weight_edits() {
-  std::uint64_t versions = 0;
-  for (const at::Tensor* weight : weights_) versions += weight->_version();
-  if (versions == weight_versions_) return;
-  weight_versions_ = versions;
-  for (const WeightSpec& spec : weights()) {
-    if (spec.slot->_version() == 0) continue;
-    log().warn("{} has been edited in place; this model uses it as edited from now on.", spec.name);
+  std::vector<std::size_t> edited;
+  {
+    const std::lock_guard lock(edits_);
+    for (std::size_t i = 0; i < weights_.size(); ++i) {
+      const std::int64_t version = weights_[i]->_version();
+      if (std::exchange(weight_versions_[i], version) != version) edited.push_back(i);
+    }
+  }
+  // Without the lock: whoever receives the message may wait for another (Python's).
+  for (const std::size_t i : edited) {
+    log().warn("{} has been edited in place; this model uses it as edited from now on.",
+               weights()[i].name);
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,8 @@ struct ScannedValue {
   at::ScalarType dtype;
 };
 
-/// A model that traces run on. Immutable after `load`, so threads may share it; it must be owned by a
-/// shared_ptr, which its traces hold too.
+/// A model that traces run on. Threads may share it after `load`; it must be owned by a shared_ptr,
+/// which its traces hold too.
 class Model : public std::enable_shared_from_this<Model> {
  public:
   /// Builds the module tree and numbers its locations. Weights are on the meta device until `load`.
@@ -62,7 +63,8 @@ class Model : public std::enable_shared_from_this<Model> {
   bool text_only_ = false;
   bool loaded_ = false;
   std::vector<at::Tensor*> weights_;
-  std::uint64_t weight_versions_ = 0;  ///< Sum of the weights' version counters.
+  std::mutex edits_;                          ///< Guards the line below.
+  std::vector<std::int64_t> weight_versions_;  ///< Of each weight, when an edit was last looked for.
 };
 
 /// Names of the families that load, as config.json spells them.

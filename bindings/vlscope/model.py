@@ -314,6 +314,24 @@ class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
             return processor.encode_prompt(prompt, images, videos)
         return processor(text=prompt, images=images, videos=videos, return_tensors="pt")
 
+    def scan(self, prompt: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
+        """Shape and dtype of every value that a forward of this input reaches, as empty tensors on
+        the "meta" device, by site. Needs no weights and computes nothing. Takes what `trace` takes.
+
+        >>> model.scan("Hello")["layers.0.self_attn.attention_queries"].shape
+        torch.Size([1, 4, 1, 32])
+        """
+        offered = {
+            (order, slot): torch.empty(shape, dtype=dtype, device="meta")
+            for order, slot, shape, dtype in self._core.scan(self._prepare(prompt, **inputs))
+        }
+        found: dict[str, torch.Tensor] = {}
+        for index, place in enumerate(self._sites):
+            value = offered.get((self._core.order_of(index), place.slot))
+            if value is not None and not place.unavailable:
+                found.setdefault(place.path, value[None] if place.images_axis else value)
+        return found
+
     def _current_tracer(self) -> Tracer | None:
         for tracer in reversed(open_tracers()):
             if tracer._model is self:
