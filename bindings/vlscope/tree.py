@@ -90,7 +90,8 @@ class Value(property):
         axes = f"[{declared.dims}]" if declared.dims else "unavailable"
         note = declared.read_only or declared.unavailable
         doc = f"{declared.layout} {axes}: {declared.description}." + (f" {note}." if note else "")
-        super().__init__(read, write, doc=doc)
+        super().__init__(read, write)
+        self.__doc__ = doc
         self.name = declared.name
         self.layout = getattr(layouts, declared.layout)
         self.dims = tuple(declared.dims.split())
