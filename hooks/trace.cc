@@ -71,6 +71,15 @@ void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& cur
                   site.path));
 }
 
+void check_replacement(const Module& module, const at::Tensor& value, const at::Tensor& x) {
+  if (value.sizes() == x.sizes() && value.scalar_type() == x.scalar_type() &&
+      value.device() == x.device()) {
+    return;
+  }
+  throw InputError(fmt::format("{} is skipped with {}, but what enters and leaves it is {}.",
+                               module.site_path(), describe(value), describe(x)));
+}
+
 }  // namespace
 
 Trace::Trace(std::shared_ptr<const Tree> tree, Forward forward, Options options)
@@ -139,6 +148,7 @@ bool Trace::depart() {
 bool Trace::skip(const Module& module, at::Tensor& x) {
   for (const Skip& skip : skips_) {
     if (skip.module != &module) continue;
+    if (module.kind().keeps_shape) check_replacement(module, skip.value, x);
     x = skip.value;
     return true;
   }
@@ -247,6 +257,10 @@ void Trace::resume() {
 }
 
 at::Tensor& Trace::live(const Site& site) {
+  if (site.slot >= static_cast<int>(live_count_)) {
+    throw NotReachedError(fmt::format("{} has {} tensors here, and none at {}.", site.path,
+                                      live_count_, site.slot));
+  }
   at::Tensor& held = *live_[site.slot];
   if (!on_demand_ || (held.defined() && !edited())) return held;
   asked_again_ = true;
@@ -256,13 +270,11 @@ at::Tensor& Trace::live(const Site& site) {
 }
 
 at::Tensor Trace::serve(const Site& site) {
-  for (const Served& served : served_) {
-    if (served.slot == site.slot && served.view == site.view) {
-      if (site.view != View::kCopy && !on_demand_) return served.tensor;
-    }
-  }
   at::Tensor& held = live(site);
   if (!held.defined()) return held;
+  for (const Served& served : served_) {
+    if (served.slot == site.slot && served.view == site.view) return served.tensor;
+  }
   const OrdinaryMode mode;
   if (is_foreign(held)) held = held.clone();
   at::Tensor value = through(site.view, held);

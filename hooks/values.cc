@@ -35,10 +35,10 @@ std::vector<Value> attention_values(const std::string& queries, const std::strin
 }
 
 std::vector<Value> vision_attention_values() {
-  auto values = attention_values("images heads patches head_dim", "images heads patches head_dim",
-                                 "images patches heads head_dim", "images patches vision_hidden_size",
-                                 "the 2-D rotary embedding, every image in one row",
-                                 View::kImagesAxis);
+  auto values =
+      attention_values("images heads patches head_dim", "images heads patches head_dim",
+                       "images patches heads head_dim", "images patches vision_hidden_size",
+                       "the 2-D rotary embedding, every image in one row", View::kImagesAxis);
   for (Value& value : values) {
     if (value.name == "attention_output") value.layout = "Patches";
     if (value.layout != "Pattern") continue;
@@ -77,21 +77,20 @@ const Kind causal_lm{
      {"vision", "model.visual"},
      {"projector", "model.visual.merger"}}};
 
-const Kind multimodal_model{
-    "MultimodalModel",
-    "Vision tower and text model, without the head.",
-    {keyword("input_ids"), keyword("attention_mask"), keyword("pixel_values"),
-     keyword("image_grid_thw")},
+const Kind multimodal_model{"MultimodalModel",
+                            "Vision tower and text model, without the head.",
+                            {keyword("input_ids"), keyword("attention_mask"),
+                             keyword("pixel_values"), keyword("image_grid_thw")},
+                            Form::kRecord,
+                            {{"last_hidden_state"}}};
+
+const Kind text_model{
+    "TextModel",
+    "The text model: rotary tables, blocks, DeepStack adds, final norm.",
+    {keyword("inputs_embeds"), keyword("attention_mask"), fixed(keyword("position_ids")),
+     fixed(keyword("visual_pos_masks")), keyword("deepstack_visual_embeds", Field::kList)},
     Form::kRecord,
     {{"last_hidden_state"}}};
-
-const Kind text_model{"TextModel",
-                      "The text model: rotary tables, blocks, DeepStack adds, final norm.",
-                      {keyword("inputs_embeds"), keyword("attention_mask"),
-                       fixed(keyword("position_ids")), fixed(keyword("visual_pos_masks")),
-                       keyword("deepstack_visual_embeds", Field::kList)},
-                      Form::kRecord,
-                      {{"last_hidden_state"}}};
 
 const Kind text_layer{
     "TextLayer",
@@ -107,9 +106,7 @@ text model then adds DeepStack level k after block k (the first blocks only):
     layers[k+1].input[~mask] == layers[k].layer_output[~mask]
 
 with mask = vision.image_token_mask. layer_output is the stream before that add.)",
-    {{"hidden_states"},
-     keyword("attention_mask"),
-     keyword("position_embeddings", 2)},
+    {{"hidden_states"}, keyword("attention_mask"), keyword("position_embeddings", 2)},
     Form::kTensor,
     {{"hidden_states"}},
     {
@@ -119,7 +116,9 @@ with mask = vision.image_token_mask. layer_output is the stream before that add.
          "the stream leaving the block, before any DeepStack add", "output", 0},
         {"deepstack_output", "ImageFeatures", "image_tokens hidden_size",
          "DeepStack features added at the image tokens after this block", "deepstack_output"},
-    }};
+    },
+    {},
+    /*keeps_shape=*/true};
 
 const Kind text_attention{
     "TextAttention",
@@ -129,7 +128,9 @@ const Kind text_attention{
     {{"attention_output"}, {"attention_probabilities"}},
     attention_values("batch heads seq head_dim", "batch kv_heads seq head_dim",
                      "batch seq heads head_dim", "batch seq hidden_size",
-                     "the norm of each head and M-RoPE", View::kWhole)};
+                     "the norm of each head and M-RoPE", View::kWhole),
+    {},
+    /*keeps_shape=*/true};
 
 const Kind text_mlp{"TextMLP",
                     "SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)).",
@@ -137,7 +138,9 @@ const Kind text_mlp{"TextMLP",
                     Form::kTensor,
                     {{"x"}},
                     {{"mlp_output", "Residual", "batch seq hidden_size",
-                      "what the MLP adds to the stream", "output", 0}}};
+                      "what the MLP adds to the stream", "output", 0}},
+                    {},
+                    /*keeps_shape=*/true};
 
 const Kind text_rotary{
     "TextRotary",
@@ -170,27 +173,27 @@ layers[k].deepstack_output, which is deepstack_merger_list[k].output.)",
     },
     {{"layers", "blocks"}}};
 
-const Kind vision_layer{
-    "VisionLayer",
-    R"(One block of the vision tower.
+const Kind vision_layer{"VisionLayer",
+                        R"(One block of the vision tower.
 
     h   = x + attn(norm1(x))
     out = h + mlp(norm2(h))
 
 so layer_input + attention_output + mlp_output == layer_output, bit for bit.)",
-    {{"hidden_states"},
-     fixed(keyword("cu_seqlens")),
-     fixed(keyword("max_seqlen")),
-     keyword("position_embeddings", 2)},
-    Form::kTensor,
-    {{"hidden_states"}},
-    {
-        {"layer_input", "Patches", "images patches vision_hidden_size",
-         "the stream entering the block", "input", 0, View::kImagesAxis},
-        {"layer_output", "Patches", "images patches vision_hidden_size",
-         "the stream leaving the block", "output", 0, View::kImagesAxis},
-    },
-    {{"self_attn", "attn"}}};
+                        {{"hidden_states"},
+                         fixed(keyword("cu_seqlens")),
+                         fixed(keyword("max_seqlen")),
+                         keyword("position_embeddings", 2)},
+                        Form::kTensor,
+                        {{"hidden_states"}},
+                        {
+                            {"layer_input", "Patches", "images patches vision_hidden_size",
+                             "the stream entering the block", "input", 0, View::kImagesAxis},
+                            {"layer_output", "Patches", "images patches vision_hidden_size",
+                             "the stream leaving the block", "output", 0, View::kImagesAxis},
+                        },
+                        {{"self_attn", "attn"}},
+                        /*keeps_shape=*/true};
 
 const Kind vision_attention{"VisionAttention",
                             "Attention of a vision block, within each image (and video frame).",
@@ -200,16 +203,19 @@ const Kind vision_attention{"VisionAttention",
                              keyword("position_embeddings", 2)},
                             Form::kTensor,
                             {{"hidden_states"}},
-                            vision_attention_values()};
+                            vision_attention_values(),
+                            {},
+                            /*keeps_shape=*/true};
 
-const Kind vision_mlp{
-    "VisionMLP",
-    "linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form.",
-    {{"hidden_state"}},
-    Form::kTensor,
-    {{"hidden_state"}},
-    {{"mlp_output", "Patches", "images patches vision_hidden_size",
-      "what the MLP adds to the stream", "output", 0, View::kImagesAxis}}};
+const Kind vision_mlp{"VisionMLP",
+                      "linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form.",
+                      {{"hidden_state"}},
+                      Form::kTensor,
+                      {{"hidden_state"}},
+                      {{"mlp_output", "Patches", "images patches vision_hidden_size",
+                        "what the MLP adds to the stream", "output", 0, View::kImagesAxis}},
+                      {},
+                      /*keeps_shape=*/true};
 
 const Kind vision_rotary{"VisionRotary",
                          "2-D rotary tables: cos and sin of each patch's row and column.",
@@ -249,11 +255,8 @@ const Kind rms_norm{"RMSNorm",
                     {{"hidden_states"}},
                     Form::kTensor,
                     {{"hidden_states"}}};
-const Kind layer_norm{"LayerNorm",
-                      "y = weight * (x - mean) / std + bias.",
-                      {{"input"}},
-                      Form::kTensor,
-                      {{"output"}}};
+const Kind layer_norm{
+    "LayerNorm", "y = weight * (x - mean) / std + bias.", {{"input"}}, Form::kTensor, {{"output"}}};
 const Kind activation{
     "Activation", "An elementwise activation.", {{"input"}}, Form::kTensor, {{"output"}}};
 
@@ -262,10 +265,10 @@ const Kind activation{
 const std::vector<const Kind*>& all_kinds() {
   using namespace kinds;
   static const std::vector<const Kind*> all = {
-      &causal_lm,    &multimodal_model, &text_model,   &text_layer, &text_attention,
-      &text_mlp,     &text_rotary,      &vision,       &vision_layer, &vision_attention,
-      &vision_mlp,   &vision_rotary,    &patch_embed,  &projector,  &merger,
-      &linear,       &conv3d,           &embedding,    &rms_norm,   &layer_norm,
+      &causal_lm,  &multimodal_model, &text_model,  &text_layer,   &text_attention,
+      &text_mlp,   &text_rotary,      &vision,      &vision_layer, &vision_attention,
+      &vision_mlp, &vision_rotary,    &patch_embed, &projector,    &merger,
+      &linear,     &conv3d,           &embedding,   &rms_norm,     &layer_norm,
       &activation};
   return all;
 }

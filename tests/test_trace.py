@@ -564,3 +564,11 @@ def test_skipping_a_module_answers_for_it(model, text):
 
 def test_get_finds_a_module_by_its_path(model):
     assert model.get("layers.0.self_attn") is model.layers[0].self_attn
+
+
+def test_a_skip_of_another_shape_is_refused_naming_both(model, text):
+    clean = model(**text).logits
+    with pytest.raises(vlscope.InputError, match=r"layers\.1 .*\[1, 2, 3\].*48\]"), model.trace(**text):
+        model.layers[1].skip(torch.zeros(1, 2, 3))
+        model.logits
+    assert torch.equal(model(**text).logits, clean)
