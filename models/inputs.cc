@@ -23,7 +23,9 @@ at::Tensor integers(const at::Tensor& tensor, const char* name, std::int64_t dim
     throw InputError(fmt::format("{} has shape {}, with {} axes; {} are expected.", name,
                                  shape_text(tensor), tensor.dim(), dims));
   }
-  return tensor.to(at::kCPU, at::kLong).contiguous();
+  const bool ready =
+      tensor.is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous();
+  return ready ? tensor : tensor.to(at::kCPU, at::kLong).contiguous();
 }
 
 void check_ids(const at::Tensor& ids, std::int64_t vocab_size) {

@@ -15,7 +15,7 @@ import torch
 
 from . import _core
 from .errors import CheckpointNotFound, ConfigError, InputError, Unavailable
-from .trace import InvokeTracer, Tracer, open_tracers
+from .trace import InvokeTracer, Tracer
 from .tree import KINDS, ModuleList, Record, plant
 
 __all__ = ["StandardizedTransformer", "load", "weight_counts"]
@@ -331,12 +331,6 @@ class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
             if value is not None and not place.unavailable:
                 found.setdefault(place.path, value[None] if place.images_axis else value)
         return found
-
-    def _current_tracer(self) -> Tracer | None:
-        for tracer in reversed(open_tracers()):
-            if tracer._model is self:
-                return tracer
-        return None
 
     # --- the values as a whole ---
 

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
 from . import _core
 from .errors import OutOfOrderError
-from .tree import KINDS, Module, plant
+from .tree import KINDS, OPEN, Module, plant
 
 if TYPE_CHECKING:
     from .model import StandardizedTransformer
 
-__all__ = ["InvokeTracer", "Saved", "StopTrace", "Tracer", "open_tracers", "save"]
+__all__ = ["InvokeTracer", "Saved", "StopTrace", "Tracer", "save"]
 
 T = TypeVar("T")
-
-#: Tracers whose blocks the current task is in, innermost last.
-_OPEN: ContextVar[tuple[Tracer, ...]] = ContextVar("vlscope_open_tracers", default=())
-
-
-def open_tracers() -> tuple[Tracer, ...]:
-    """The tracers whose blocks the caller is in, innermost last."""
-    return _OPEN.get()
 
 
 class StopTrace(Exception):
@@ -132,11 +123,11 @@ class Tracer(_Block):
         self._model.dispatch()
         self._core = self._model._core.trace(self._inputs)
         self._read, self._write = self._core.read, self._core.write
-        _OPEN.set((*_OPEN.get(), self))
+        OPEN.set((*OPEN.get(), self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
-        _OPEN.set(tuple(tracer for tracer in _OPEN.get() if tracer is not self))
+        OPEN.set(tuple(tracer for tracer in OPEN.get() if tracer is not self))
         stopped = isinstance(error, StopTrace) and error.tracer is self
         try:
             if error is None or stopped:
@@ -231,7 +222,7 @@ def save(value: T) -> T:
     Nothing is copied: a later edit in place shows, `save(x.clone())` is a snapshot.
     Raises `ValueError` outside any trace.
     """
-    tracers = _OPEN.get()
+    tracers = OPEN.get()
     if not tracers:
         raise ValueError("nothing is being traced: save inside `with model.trace(prompt): ...`")
     if isinstance(value, torch.Tensor):
@@ -246,7 +237,7 @@ def save(value: T) -> T:
 
 def _tensor_save(self: torch.Tensor) -> torch.Tensor:
     """Keep this tensor beyond the trace it stands in; returns it. See `vlscope.save`."""
-    if not _OPEN.get():
+    if not OPEN.get():
         inherited = getattr(super(torch.Tensor, self), "save", None)  # another tracer's, if imported
         if inherited is not None:
             return inherited()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,7 +23,11 @@ if TYPE_CHECKING:
     from .model import StandardizedTransformer
     from .trace import Tracer
 
-__all__ = ["KINDS", "Module", "ModuleList", "Record", "Value", "near_names"]
+__all__ = ["KINDS", "OPEN", "Module", "ModuleList", "Record", "Value", "near_names"]
+
+
+#: Tracers whose blocks the current task is in, innermost last.
+OPEN: ContextVar[tuple[Tracer, ...]] = ContextVar("vlscope_open_tracers", default=())
 
 
 def near_names(name: str, known: Sequence[str]) -> str:
@@ -79,9 +84,14 @@ class Value(property):
 
     def __init__(self, declared: _core.Value, offset: int) -> None:
         def read(host: Module) -> torch.Tensor:
-            tracer = host._tracer or host._current()
+            # Module._open, written out: this is what a read costs.
+            tracer = host._tracer
             if tracer is None:
-                host._refuse(host._values + offset)
+                tracers = OPEN.get()
+                if tracers and tracers[-1]._model is host._model:
+                    tracer = tracers[-1]
+                else:
+                    tracer = host._open(host._values + offset)
             return tracer._read(host._values + offset)
 
         def write(host: Module, value: torch.Tensor) -> None:
@@ -161,21 +171,21 @@ class Module:
 
     # --- reading and writing ---
 
-    def _current(self) -> Tracer | None:
-        return self._model._current_tracer()
-
     def _open(self, site: int) -> Tracer:
-        tracer = self._tracer or self._current()
-        if tracer is None:
-            self._refuse(site)
-        return tracer
+        """The trace that a read of `site` belongs to: the bound one, else the innermost of the model."""
+        if self._tracer is not None:
+            return self._tracer
+        for tracer in reversed(OPEN.get()):
+            if tracer._model is self._model:
+                return tracer
+        raise self._refusal(site)
 
-    def _refuse(self, site: int) -> NoReturn:
-        """Say why a value cannot be had outside a trace."""
+    def _refusal(self, site: int) -> Exception:
+        """Why a value cannot be had outside a trace."""
         place = self._model._sites[site]
         if place.unavailable:
-            raise Unavailable(f"{place.path} is unavailable: {place.unavailable}")
-        raise ValueError(
+            return Unavailable(f"{place.path} is unavailable: {place.unavailable}")
+        return ValueError(
             f"{place.path} exists only while a forward runs: read it inside "
             "`with model.trace(prompt): ...`, and keep it with .save()."
         )
