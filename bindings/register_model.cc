@@ -1,6 +1,4 @@
 // Python face of models/model.h.
-#include "models/model.h"
-
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl/filesystem.h>
@@ -14,6 +12,7 @@
 #include "core/errors.h"
 #include "core/logging.h"
 #include "core/text.h"
+#include "models/model.h"
 
 namespace py = pybind11;
 
@@ -24,9 +23,12 @@ using MaybeTensor = std::optional<at::Tensor>;
 
 Inputs make_inputs(MaybeTensor input_ids, MaybeTensor attention_mask, MaybeTensor pixel_values,
                    MaybeTensor image_grid_thw, std::int64_t logits_to_keep) {
-  return {input_ids.value_or(at::Tensor()),   attention_mask.value_or(at::Tensor()),
-          pixel_values.value_or(at::Tensor()), image_grid_thw.value_or(at::Tensor()),
-          logits_to_keep,                      {}};
+  return {input_ids.value_or(at::Tensor()),
+          attention_mask.value_or(at::Tensor()),
+          pixel_values.value_or(at::Tensor()),
+          image_grid_thw.value_or(at::Tensor()),
+          logits_to_keep,
+          {}};
 }
 
 Attention attention_by_name(const std::string& name) {
@@ -78,8 +80,7 @@ py::list modules(const Model& model) {
                             "site_path"_a = module->site_path(), "kind"_a = module->kind().name,
                             "parent"_a = parent, "inputs"_a = tree.first_input(*module),
                             "outputs"_a = tree.first_output(*module),
-                            "values"_a = tree.first_value(*module),
-                            "parameters"_a = parameters));
+                            "values"_a = tree.first_value(*module), "parameters"_a = parameters));
   }
   return entries;
 }
@@ -176,8 +177,7 @@ void register_model(py::module_& module) {
              return std::make_unique<RunningTrace>(self, self->trace(std::move(inputs)));
            })
       .def(
-          "forward",
-          [](Model& self, Inputs inputs) { return self.forward(std::move(inputs)); },
+          "forward", [](Model& self, Inputs inputs) { return self.forward(std::move(inputs)); },
           py::call_guard<py::gil_scoped_release>())
       .def("project_on_vocab", &Model::project_on_vocab, py::call_guard<py::gil_scoped_release>())
       .def("scan", &scan);

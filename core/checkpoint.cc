@@ -156,8 +156,7 @@ at::Tensor Checkpoint::tensor(const std::string& name) const {
     if (info.end > info.begin) std::memcpy(copy.data_ptr(), bytes, info.end - info.begin);
     return copy;
   }
-  return at::from_blob(
-      bytes, info.shape, [mapping = shard->mapping](void*) {}, options);
+  return at::from_blob(bytes, info.shape, [mapping = shard->mapping](void*) {}, options);
 }
 
 }  // namespace vlscope

@@ -9,8 +9,8 @@
 namespace vlscope {
 
 /// A lazily started coroutine that computes one `T` and can suspend anywhere inside, however deeply
-/// it is nested. Awaiting a Flow runs it on the awaiter's behalf by symmetric transfer, so a chain of
-/// a thousand calls uses no stack; the whole chain suspends and resumes as one.
+/// it is nested. Awaiting a Flow runs it on the awaiter's behalf by symmetric transfer, so a chain
+/// of a thousand calls uses no stack; the whole chain suspends and resumes as one.
 ///
 /// Move-only, and the owner of its frame: destroying a Flow destroys every suspended call below it,
 /// and with them whatever they hold. A Flow is awaited once.

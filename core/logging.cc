@@ -11,8 +11,8 @@
 namespace vlscope {
 namespace {
 
-// Holds no lock of its own: a receiver may wait for a host lock (Python's) that another thread holds
-// while it logs.
+// Holds no lock of its own: a receiver may wait for a host lock (Python's) that another thread
+// holds while it logs.
 class ReceiverSink : public spdlog::sinks::base_sink<spdlog::details::null_mutex> {
  public:
   explicit ReceiverSink(LogReceiver receiver) : receiver_(std::move(receiver)) {}

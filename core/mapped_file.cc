@@ -41,7 +41,7 @@ class Descriptor {
 std::shared_ptr<MappedFile> MappedFile::open(const std::filesystem::path& path) {
   // Without O_NONBLOCK, opening a named pipe would wait for a writer.
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat status {};
+  struct stat status{};
   if (file.get() < 0 || ::fstat(file.get(), &status) != 0) fail(path, errno);
   if (!S_ISREG(status.st_mode)) {
     throw CheckpointError(fmt::format("{}: not a regular file", path.string()));

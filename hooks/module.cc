@@ -21,8 +21,8 @@ bool strip_prefix(const std::string& path, const std::string& prefix, std::strin
 /// Path of `module` with the longest alias that any module above it (or it) offers put in place.
 std::string shortest_path(const Module& module) {
   for (const Module* above = module.parent(); above; above = above->parent()) {
-    const std::string tail = above->path().empty() ? module.path()
-                                                   : module.path().substr(above->path().size() + 1);
+    const std::string tail =
+        above->path().empty() ? module.path() : module.path().substr(above->path().size() + 1);
     std::string best, best_target;
     for (const Alias& alias : above->kind().aliases) {
       std::string rest;

@@ -70,8 +70,8 @@ class Module {
   const std::vector<Module*>& children() const { return children_; }
   const std::vector<Location*>& locations() const { return locations_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
-  /// A location of this module ("output") or of one below it ("patch_embed.output"); nullptr if there
-  /// is none.
+  /// A location of this module ("output") or of one below it ("patch_embed.output"); nullptr if
+  /// there is none.
   const Location* find_location(const std::string& path) const;
   /// Why this module does not serve the value; empty if it does.
   std::string unavailable(const Value& value) const;

@@ -16,8 +16,8 @@ namespace {
 constexpr int kNowhere = std::numeric_limits<int>::min();
 constexpr int kEnd = std::numeric_limits<int>::max();
 
-/// Ordinary tensors are promised everywhere, so inference mode never reaches the forward or the views
-/// that it serves. Gradients stay off under it, as its user expects.
+/// Ordinary tensors are promised everywhere, so inference mode never reaches the forward or the
+/// views that it serves. Gradients stay off under it, as its user expects.
 class OrdinaryMode {
  public:
   OrdinaryMode()
@@ -64,11 +64,10 @@ void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& cur
                     value.scalar_type() == current.scalar_type() &&
                     value.device() == current.device() && value.layout() == current.layout();
   if (fits) return;
-  throw InputError(
-      fmt::format("{} holds {}; the value assigned is {}. Give a tensor of the same shape, dtype and "
-                  "device, or edit in place ({}[:] = ...), which broadcasts and converts.",
-                  site.path, describe(current), value.defined() ? describe(value) : "None",
-                  site.path));
+  throw InputError(fmt::format(
+      "{} holds {}; the value assigned is {}. Give a tensor of the same shape, dtype and "
+      "device, or edit in place ({}[:] = ...), which broadcasts and converts.",
+      site.path, describe(current), value.defined() ? describe(value) : "None", site.path));
 }
 
 void check_replacement(const Module& module, const at::Tensor& value, const at::Tensor& x) {
@@ -168,7 +167,8 @@ int Trace::slots(const Site& site) {
 }
 
 void Trace::write(const Site& site, at::Tensor value) {
-  if (!site.read_only.empty()) throw InputError(site.path + " is read-only: " + site.read_only + ".");
+  if (!site.read_only.empty())
+    throw InputError(site.path + " is read-only: " + site.read_only + ".");
   advance(site);
   OrdinaryMode mode;
   const at::Tensor current = serve(site);
@@ -232,16 +232,17 @@ void Trace::check_reachable(const Site& site) const {
   }
   for (const Skip& skip : skips_) {
     if (skip.module->input.order() < asked && asked < skip.module->output.order()) {
-      throw NotReachedError(fmt::format("{} is not reached: {} is skipped in this trace.", site.path,
-                                        skip.module->site_path()));
+      throw NotReachedError(fmt::format("{} is not reached: {} is skipped in this trace.",
+                                        site.path, skip.module->site_path()));
     }
   }
   const int here = flow_.done() ? kEnd : standing_ ? standing_->order() : target_;
   if (asked >= here) return;
-  throw OutOfOrderError(fmt::format(
-      "{0} was asked for, but the forward already stands at {1}, which comes later. Read {0} before "
-      "{1}, or open another trace.",
-      site.path, position()));
+  throw OutOfOrderError(
+      fmt::format("{0} was asked for, but the forward already stands at {1}, which comes later. "
+                  "Read {0} before "
+                  "{1}, or open another trace.",
+                  site.path, position()));
 }
 
 void Trace::resume() {
@@ -258,8 +259,8 @@ void Trace::resume() {
 
 at::Tensor& Trace::live(const Site& site) {
   if (site.slot >= static_cast<int>(live_count_)) {
-    throw NotReachedError(fmt::format("{} has {} tensors here, and none at {}.", site.path,
-                                      live_count_, site.slot));
+    throw NotReachedError(
+        fmt::format("{} has {} tensors here, and none at {}.", site.path, live_count_, site.slot));
   }
   at::Tensor& held = *live_[site.slot];
   if (!on_demand_ || (held.defined() && !edited())) return held;
@@ -284,8 +285,8 @@ at::Tensor Trace::serve(const Site& site) {
 
 void Trace::remember(const Site& site, const at::Tensor& tensor) {
   if (site.view != View::kCopy) {
-    served_.push_back({site.slot, site.view, tensor, static_cast<std::uint32_t>(tensor._version()),
-                       &site});
+    served_.push_back(
+        {site.slot, site.view, tensor, static_cast<std::uint32_t>(tensor._version()), &site});
   }
   records_.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr()), &site});
 }
@@ -309,10 +310,11 @@ void Trace::check_edits() {
     const std::uint32_t version = note.counter.current_version();
     if (version == note.version) continue;
     if (!stands_on(note.storage)) {
-      throw LateEditError(fmt::format(
-          "{0} was edited after the forward had moved on to {1}: part of the model has already used "
-          "the old value. Edit {0} before reading anything behind it.",
-          note.site->path, position()));
+      throw LateEditError(
+          fmt::format("{0} was edited after the forward had moved on to {1}: part of the model has "
+                      "already used "
+                      "the old value. Edit {0} before reading anything behind it.",
+                      note.site->path, position()));
     }
     note.version = version;
   }

@@ -19,8 +19,8 @@ namespace vlscope {
 class Trace;
 
 /// What the forward awaits at a location. Ready (no suspension) unless the reader wants to stop
-/// here. Resumes with true if what the forward holds was changed: assigned, edited in place, or made
-/// part of a gradient graph.
+/// here. Resumes with true if what the forward holds was changed: assigned, edited in place, or
+/// made part of a gradient graph.
 template <std::size_t N>
 class [[nodiscard]] Stop {
  public:
@@ -40,9 +40,9 @@ class [[nodiscard]] Stop {
 /// One run of a forward, advanced by its reader.
 ///
 /// The forward side (`at`, `wants`, `skip`) is called by the modules, the reader side (`read`,
-/// `write`, `finish`) by whoever opened the trace. All state of a run is in here and in the suspended
-/// coroutine: nothing is written to the modules, so any number of traces share a model. A Trace
-/// itself belongs to one thread at a time.
+/// `write`, `finish`) by whoever opened the trace. All state of a run is in here and in the
+/// suspended coroutine: nothing is written to the modules, so any number of traces share a model. A
+/// Trace itself belongs to one thread at a time.
 class Trace {
  public:
   using Forward = std::function<Flow<at::Tensor>(Trace&)>;
@@ -62,8 +62,8 @@ class Trace {
   /// @name The forward side
   /// @{
 
-  /// Offers live tensors at a location: `co_await trace.at(output, x)`. The forward goes on from what
-  /// is in them afterwards.
+  /// Offers live tensors at a location: `co_await trace.at(output, x)`. The forward goes on from
+  /// what is in them afterwards.
   template <class... Tensors>
   auto at(const Location& location, Tensors&... live) {
     return Stop<sizeof...(live)>(*this, location, {&live...});
@@ -82,9 +82,7 @@ class Trace {
   }
   bool asked_again() { return std::exchange(asked_again_, false); }
   /// True if the reader is waiting for just this location: what is only computed on demand must be.
-  bool wants(const Location& location) const {
-    return target_ == location.order() || listing();
-  }
+  bool wants(const Location& location) const { return target_ == location.order() || listing(); }
   /// True if the reader is waiting for just this tensor of this location.
   bool wants(const Location& location, int slot) const {
     return target_ == location.order() && demand_ == slot;
@@ -193,8 +191,8 @@ class Trace {
   Flow<at::Tensor> flow_;
   std::coroutine_handle<> waiting_;  ///< The innermost suspended call.
 
-  int target_ = 0;   ///< Order of the location to stop at.
-  int demand_ = 0;   ///< Slot that the reader wants there.
+  int target_ = 0;  ///< Order of the location to stop at.
+  int demand_ = 0;  ///< Slot that the reader wants there.
   const Location* standing_ = nullptr;
   at::Tensor* const* live_ = nullptr;
   std::size_t live_count_ = 0;

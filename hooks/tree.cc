@@ -69,9 +69,9 @@ void Tree::number(const std::vector<const Location*>& visit_text,
     location->visual_ = on_text.count(visited) == 0;
     order_.push_back(visited);
   }
-  const bool ascending = std::is_sorted(
-      visit_text.begin(), visit_text.end(),
-      [](const Location* a, const Location* b) { return a->order() < b->order(); });
+  const bool ascending =
+      std::is_sorted(visit_text.begin(), visit_text.end(),
+                     [](const Location* a, const Location* b) { return a->order() < b->order(); });
   if (!ascending || on_text.size() != visit_text.size()) {
     throw std::logic_error("the forward's order on text is not its order on an image");
   }

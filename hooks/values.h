@@ -32,7 +32,7 @@ struct Value {
 struct Field {
   std::string name;
   bool keyword = false;  ///< Passed by keyword (inputs only).
-  int slots = 1;         ///< Tensors it is made of; more than one is a tuple, kList the rest as a list.
+  int slots = 1;  ///< Tensors it is made of; more than one is a tuple, kList the rest as a list.
   bool read_only = false;
   static constexpr int kList = -1;
 };

@@ -47,7 +47,8 @@ Flow<at::Tensor> CausalLM::forward(Trace& trace, Inputs inputs) const {
 }
 
 // The next token needs one row of the head's work; only a reader of the logits (or of what lies
-// behind them) pays for all rows. Probabilities of logits that the reader has changed come from those.
+// behind them) pays for all rows. Probabilities of logits that the reader has changed come from
+// those.
 Flow<at::Tensor> CausalLM::head(Trace& trace, at::Tensor hidden, const Inputs& inputs) const {
   const at::Tensor last = last_tokens(inputs.attention_mask);
   at::Tensor scores, probs;

@@ -23,23 +23,23 @@ at::Tensor integers(const at::Tensor& tensor, const char* name, std::int64_t dim
     throw InputError(fmt::format("{} has shape {}, with {} axes; {} are expected.", name,
                                  shape_text(tensor), tensor.dim(), dims));
   }
-  const bool ready =
-      tensor.is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous();
+  const bool ready = tensor.is_cpu() && tensor.scalar_type() == at::kLong && tensor.is_contiguous();
   return ready ? tensor : tensor.to(at::kCPU, at::kLong).contiguous();
 }
 
 void check_ids(const at::Tensor& ids, std::int64_t vocab_size) {
   if (ids.numel() == 0) {
-    throw InputError(fmt::format("input_ids has shape {}: the prompt is empty. Give one token or "
-                                 "more.",
-                                 shape_text(ids)));
+    throw InputError(
+        fmt::format("input_ids has shape {}: the prompt is empty. Give one token or "
+                    "more.",
+                    shape_text(ids)));
   }
   const auto* id = ids.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < ids.numel(); ++i) {
     if (id[i] >= 0 && id[i] < vocab_size) continue;
-    throw InputError(fmt::format(
-        "input_ids holds {} at row {}, position {}; the vocabulary has ids 0 to {}.", id[i],
-        i / ids.size(1), i % ids.size(1), vocab_size - 1));
+    throw InputError(
+        fmt::format("input_ids holds {} at row {}, position {}; the vocabulary has ids 0 to {}.",
+                    id[i], i / ids.size(1), i % ids.size(1), vocab_size - 1));
   }
 }
 
@@ -50,16 +50,17 @@ void check_mask(const at::Tensor& mask, const at::Tensor& ids) {
   }
   const auto* value = mask.const_data_ptr<std::int64_t>();
   for (std::int64_t row = 0; row < mask.size(0); ++row, value += mask.size(1)) {
-    const auto bad = std::find_if(value, value + mask.size(1),
-                                  [](std::int64_t v) { return v != 0 && v != 1; });
+    const auto bad =
+        std::find_if(value, value + mask.size(1), [](std::int64_t v) { return v != 0 && v != 1; });
     if (bad != value + mask.size(1)) {
       throw InputError(fmt::format("attention_mask holds {} at row {}, position {}; give 0 or 1.",
                                    *bad, row, bad - value));
     }
     if (std::count(value, value + mask.size(1), 1) == 0) {
-      throw InputError(fmt::format("attention_mask is 0 on all {} positions of row {}: the prompt is "
-                                   "empty.",
-                                   mask.size(1), row));
+      throw InputError(
+          fmt::format("attention_mask is 0 on all {} positions of row {}: the prompt is "
+                      "empty.",
+                      mask.size(1), row));
     }
   }
 }
@@ -81,8 +82,8 @@ void check_grids(const std::vector<Grid>& grids, const VisionConfig& vision) {
 
 void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
                   const VisionConfig& vision) {
-  const std::int64_t width = vision.in_channels * vision.temporal_patch_size * vision.patch_size *
-                             vision.patch_size;
+  const std::int64_t width =
+      vision.in_channels * vision.temporal_patch_size * vision.patch_size * vision.patch_size;
   if (!at::isFloatingType(pixels.scalar_type())) {
     throw InputError(fmt::format("pixel_values is {}; give floating point, as the processor does.",
                                  dtype_text(pixels.scalar_type())));
@@ -91,8 +92,8 @@ void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
     throw InputError(fmt::format(
         "pixel_values has shape {}; [patches, {}] is expected ({} channels x {} frames x {} x {} "
         "pixels).",
-        shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size, vision.patch_size,
-        vision.patch_size));
+        shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size,
+        vision.patch_size, vision.patch_size));
   }
   std::int64_t patches = 0;
   for (const Grid& grid : grids) patches += grid.patches();
@@ -160,9 +161,10 @@ class PositionWriter {
     std::size_t end = start;
     while (end < ids.size() && end < start + run && ids[end] == config_.image_token_id) ++end;
     if (end - start < run) {
-      throw InputError(fmt::format("image {} gives {} features, but the run of image tokens at "
-                                   "position {} has {}.",
-                                   used_ - 1, run, start, end - start));
+      throw InputError(
+          fmt::format("image {} gives {} features, but the run of image tokens at "
+                      "position {} has {}.",
+                      used_ - 1, run, start, end - start));
     }
     return grid;
   }

@@ -14,7 +14,8 @@ struct Inputs {
   at::Tensor input_ids;       ///< `[batch, seq]` int64, image placeholders expanded
   at::Tensor attention_mask;  ///< `[batch, seq]` int64, 1 on tokens and 0 on padding
   at::Tensor pixel_values;    ///< `[patches, channels * frames * side * side]`, or undefined
-  at::Tensor image_grid_thw;  ///< `[images, 3]` int64 in patches: frames, rows, columns; or undefined
+  at::Tensor
+      image_grid_thw;  ///< `[images, 3]` int64 in patches: frames, rows, columns; or undefined
   std::int64_t logits_to_keep = 0;  ///< Logits of that many last positions only; 0 is all.
   at::Tensor position_ids;  ///< `[3, batch, seq]` int64, see mrope_positions; made by `checked`
 };
@@ -34,9 +35,9 @@ Inputs checked(Inputs inputs, const Config& config);
 std::vector<Grid> grids_of(const at::Tensor& image_grid_thw);
 
 /// M-RoPE positions `[3, batch, seq]` (time, height, width), int64, 0 on padding. Text counts up by
-/// one on all axes. An image's tokens all take the time position that it starts at; height and width
-/// are that start plus row and column in the merged grid; the text after it goes on from the largest
-/// of these plus one. Arithmetic of `get_rope_index`, transformers 5.17.0.
+/// one on all axes. An image's tokens all take the time position that it starts at; height and
+/// width are that start plus row and column in the merged grid; the text after it goes on from the
+/// largest of these plus one. Arithmetic of `get_rope_index`, transformers 5.17.0.
 /// @throws InputError if a run of image tokens does not match its grid.
 at::Tensor mrope_positions(const Inputs& inputs, const Config& config);
 

@@ -45,10 +45,9 @@ Inputs least_inputs(const Config& config, bool with_image) {
     const std::int64_t side = vision.spatial_merge_size;
     ids.push_back(config.image_token_id);
     inputs.image_grid_thw = at::tensor(std::vector<std::int64_t>{1, side, side}).unsqueeze(0);
-    inputs.pixel_values =
-        at::empty({side * side, vision.in_channels * vision.temporal_patch_size *
-                                    vision.patch_size * vision.patch_size},
-                  at::TensorOptions(at::kMeta).dtype(at::kFloat));
+    inputs.pixel_values = at::empty({side * side, vision.in_channels * vision.temporal_patch_size *
+                                                      vision.patch_size * vision.patch_size},
+                                    at::TensorOptions(at::kMeta).dtype(at::kFloat));
   }
   inputs.input_ids = at::tensor(ids).unsqueeze(0);
   return inputs;
@@ -107,8 +106,7 @@ void Model::list(Inputs inputs, const Trace::Visitor& visitor) const {
   options.visitor = visitor;
   inputs = checked(std::move(inputs), config());
   Trace trace(
-      tree_,
-      [&](Trace& running) { return root_->forward(running, std::move(inputs)); },
+      tree_, [&](Trace& running) { return root_->forward(running, std::move(inputs)); },
       std::move(options));
   trace.finish();
 }
@@ -190,15 +188,15 @@ std::vector<ScannedValue> Model::scan(Inputs inputs) const {
   const std::shared_ptr<Model> shadow = build(config(), attention_, text_only_);
   std::vector<ScannedValue> values;
   if (inputs.pixel_values.defined()) inputs.pixel_values = inputs.pixel_values.to(at::kMeta);
-  shadow->list(std::move(inputs), [&](const Location& location, at::Tensor* const* live,
-                                      std::size_t count) {
-    const Location* own = tree_->order()[location.order()];
-    for (std::size_t slot = 0; slot < count; ++slot) {
-      if (!live[slot]->defined()) continue;
-      values.push_back({own, static_cast<int>(slot), live[slot]->sizes().vec(),
-                        live[slot]->scalar_type()});
-    }
-  });
+  shadow->list(
+      std::move(inputs), [&](const Location& location, at::Tensor* const* live, std::size_t count) {
+        const Location* own = tree_->order()[location.order()];
+        for (std::size_t slot = 0; slot < count; ++slot) {
+          if (!live[slot]->defined()) continue;
+          values.push_back(
+              {own, static_cast<int>(slot), live[slot]->sizes().vec(), live[slot]->scalar_type()});
+        }
+      });
   return values;
 }
 

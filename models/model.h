@@ -63,8 +63,9 @@ class Model : public std::enable_shared_from_this<Model> {
   bool text_only_ = false;
   bool loaded_ = false;
   std::vector<at::Tensor*> weights_;
-  std::mutex edits_;                          ///< Guards the line below.
-  std::vector<std::int64_t> weight_versions_;  ///< Of each weight, when an edit was last looked for.
+  std::mutex edits_;  ///< Guards the line below.
+  std::vector<std::int64_t>
+      weight_versions_;  ///< Of each weight, when an edit was last looked for.
 };
 
 /// Names of the families that load, as config.json spells them.

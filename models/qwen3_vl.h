@@ -17,8 +17,8 @@ struct VisionFeatures {
   std::vector<at::Tensor> deepstack;
 };
 
-/// patches = patch_embed(pixels) + resampled pos_embed; blocks; after each tapped block its DeepStack
-/// merger; the projector last.
+/// patches = patch_embed(pixels) + resampled pos_embed; blocks; after each tapped block its
+/// DeepStack merger; the projector last.
 class Qwen3VLVision : public Module {
  public:
   Qwen3VLVision(Module* parent, std::string name, const VisionConfig& config, bool eager);
@@ -46,11 +46,11 @@ class Qwen3VLVision : public Module {
 class Qwen3VLText : public Module {
  public:
   struct Input {
-    at::Tensor inputs_embeds;    ///< `[batch, seq, hidden]`
-    at::Tensor attention_mask;   ///< `[batch, seq]`
-    at::Tensor position_ids;     ///< `[3, batch, seq]`
+    at::Tensor inputs_embeds;     ///< `[batch, seq, hidden]`
+    at::Tensor attention_mask;    ///< `[batch, seq]`
+    at::Tensor position_ids;      ///< `[3, batch, seq]`
     at::Tensor visual_pos_masks;  ///< `[batch, seq]` bool, or undefined
-    at::Tensor visual_rows;      ///< The same as indices into `[batch * seq]`
+    at::Tensor visual_rows;       ///< The same as indices into `[batch * seq]`
     std::vector<at::Tensor> deepstack;
   };
   Qwen3VLText(Module* parent, std::string name, const TextConfig& config, std::size_t levels,

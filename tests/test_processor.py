@@ -14,9 +14,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest
-import tiny
 import torch
 from PIL import Image
+
+import tiny
 from vlscope import _core
 from vlscope.errors import CheckpointNotFound, ConfigError, InputError, Unavailable
 from vlscope.processing import Processor

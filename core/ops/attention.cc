@@ -4,8 +4,8 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/where.h>
 
@@ -75,7 +75,8 @@ at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::T
   const at::Tensor values = shared && !grouped ? repeat_heads(v, q.size(1)) : v;
   const std::optional<at::Tensor> bias = mask.defined() ? std::optional(mask) : std::nullopt;
   return at::scaled_dot_product_attention(q, keys, values, bias, /*dropout_p=*/0.0,
-                                          causal && !mask.defined() && q.size(2) > 1, scale, grouped)
+                                          causal && !mask.defined() && q.size(2) > 1, scale,
+                                          grouped)
       .transpose(1, 2)
       .contiguous();
 }

@@ -22,7 +22,8 @@ at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale);
 /// Softmax over the keys in float32, returned in the dtype of the scores.
 at::Tensor attention_probabilities(const at::Tensor& scores);
 
-/// Weighted sums of the values: `[batch, queries, heads, d]` from `[batch, heads, queries, keys]` and
+/// Weighted sums of the values: `[batch, queries, heads, d]` from `[batch, heads, queries, keys]`
+/// and
 /// `[batch, kv_heads, keys, d]`.
 at::Tensor attend(const at::Tensor& probabilities, const at::Tensor& v);
 

@@ -47,8 +47,9 @@ std::pair<at::Tensor, at::Tensor> interleaved_mrope(const at::Tensor& positions,
                                                     const at::Tensor& inverse_frequencies,
                                                     const std::vector<std::int64_t>& section,
                                                     at::ScalarType dtype) {
-  const at::Tensor frequencies = inverse_frequencies.view({1, 1, -1, 1}).expand(
-      {3, positions.size(1), inverse_frequencies.size(0), 1});
+  const at::Tensor frequencies =
+      inverse_frequencies.view({1, 1, -1, 1})
+          .expand({3, positions.size(1), inverse_frequencies.size(0), 1});
   const at::Tensor angles =
       at::matmul(frequencies, positions.unsqueeze(2).to(at::kFloat)).transpose(2, 3);
   return {fold_axes(angles.cos(), section).to(dtype), fold_axes(angles.sin(), section).to(dtype)};

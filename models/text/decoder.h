@@ -11,8 +11,8 @@ namespace vlscope {
 
 /// What every text block reads besides the stream. Cheap to copy: tensors are shared.
 struct TextContext {
-  at::Tensor mask;          ///< See ops::attention_scores; undefined means causal.
-  at::Tensor cos, sin;      ///< `[batch, seq, head_dim]`
+  at::Tensor mask;      ///< See ops::attention_scores; undefined means causal.
+  at::Tensor cos, sin;  ///< `[batch, seq, head_dim]`
 };
 
 /// The M-RoPE tables.

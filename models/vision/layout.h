@@ -13,9 +13,9 @@ namespace vlscope {
 /// patches are in merge-block order: the merge x merge blocks in raster order, and the patches of a
 /// block in raster order, so that each merge^2 consecutive rows become one image token.
 struct VisionLayout {
-  at::Tensor coordinates;     ///< `[patches, 2]` int64: row and column in the image's grid
-  at::Tensor cu_seqlens;      ///< `[segments + 1]` int32: each frame of each image is a segment
-  at::Tensor position_taps;   ///< `[patches, 4]` int64: rows of the position table to blend
+  at::Tensor coordinates;       ///< `[patches, 2]` int64: row and column in the image's grid
+  at::Tensor cu_seqlens;        ///< `[segments + 1]` int32: each frame of each image is a segment
+  at::Tensor position_taps;     ///< `[patches, 4]` int64: rows of the position table to blend
   at::Tensor position_weights;  ///< `[patches, 4]` float32: bilinear, corners on corners
   std::vector<std::int64_t> segments;  ///< Lengths of the segments.
 };

@@ -12,14 +12,14 @@ namespace vlscope {
 
 /// What every block of the tower reads besides the stream. Cheap to copy: tensors are shared.
 struct VisionContext {
-  at::Tensor cu_seqlens;  ///< `[segments + 1]` int32
-  at::Tensor max_seqlen;  ///< None, as in the reference outside flash attention
-  at::Tensor cos, sin;    ///< `[patches, head_dim]` float32
+  at::Tensor cu_seqlens;                      ///< `[segments + 1]` int32
+  at::Tensor max_seqlen;                      ///< None, as in the reference outside flash attention
+  at::Tensor cos, sin;                        ///< `[patches, head_dim]` float32
   const std::vector<std::int64_t>* segments;  ///< Lengths of the segments; owned by the forward.
 };
 
-/// The projection of a patch of `channels x frames x side x side` pixels to one vector: a convolution
-/// whose kernel and stride are one patch.
+/// The projection of a patch of `channels x frames x side x side` pixels to one vector: a
+/// convolution whose kernel and stride are one patch.
 class PatchProjection : public Leaf {
  public:
   PatchProjection(Module* parent, std::string name, const VisionConfig& config);

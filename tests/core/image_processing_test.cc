@@ -81,11 +81,8 @@ TEST(SmartResize, KeepsEachSideOfAThinImageAtOneFactor) {
 TEST(SmartResize, AllowsARatioOf200AndRefusesMore) {
   EXPECT_EQ(smart_resize({1, 200}, 32, kQwen3), (ImageSize{32, 3648}));
   EXPECT_EQ(smart_resize({200, 1}, 32, kQwen3), (ImageSize{3648, 32}));
-  EXPECT_THAT(
-      [] {
-        smart_resize({1, 201}, 32, kQwen3);
-      },
-      ThrowsMessage<InputError>(AllOf(HasSubstr("201"), HasSubstr("200"))));
+  EXPECT_THAT([] { smart_resize({1, 201}, 32, kQwen3); },
+              ThrowsMessage<InputError>(AllOf(HasSubstr("201"), HasSubstr("200"))));
 }
 
 TEST(SmartResize, RefusesAnEmptyImage) {
@@ -174,22 +171,16 @@ TEST(PreprocessImages, NamesTheImageThatItRefuses) {
   for (const at::Tensor& bad :
        {at::full({4, 4, 3}, 1, at::kFloat), at::full({3, 4, 4}, 1, at::kByte),
         at::full({4, 4}, 1, at::kByte), at::empty({0, 4, 3}, at::kByte)}) {
-    EXPECT_THAT(
-        [&] {
-          preprocess_images({good, bad}, options);
-        },
-        ThrowsMessage<InputError>(HasSubstr("image 1: ")));
+    EXPECT_THAT([&] { preprocess_images({good, bad}, options); },
+                ThrowsMessage<InputError>(HasSubstr("image 1: ")));
   }
 }
 
 TEST(PreprocessImages, WithoutResizingRefusesASizeThatDoesNotFit) {
   ImageOptions options = small_options();
   options.do_resize = false;
-  EXPECT_THAT(
-      [&] {
-        preprocess_images({at::full({8, 6, 3}, 1, at::kByte)}, options);
-      },
-      ThrowsMessage<InputError>(AllOf(HasSubstr("multiples of 4"), HasSubstr("6"))));
+  EXPECT_THAT([&] { preprocess_images({at::full({8, 6, 3}, 1, at::kByte)}, options); },
+              ThrowsMessage<InputError>(AllOf(HasSubstr("multiples of 4"), HasSubstr("6"))));
 }
 
 }  // namespace
