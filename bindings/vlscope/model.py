@@ -16,7 +16,7 @@ import torch
 from . import _core
 from .errors import CheckpointNotFound, ConfigError, InputError, Unavailable
 from .trace import InvokeTracer, Tracer
-from .tree import KINDS, ModuleList, Record, plant
+from .tree import CausalLM, ModuleList, Record, plant
 
 __all__ = ["StandardizedTransformer", "load", "weight_counts"]
 
@@ -99,7 +99,7 @@ def _read_config(folder: Path) -> tuple[str, Path]:
         raise ConfigError(f"{path} is not UTF-8: {error}") from None
 
 
-class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
+class StandardizedTransformer(CausalLM):
     """A Qwen vision-language model whose forward can be read and edited as it runs.
 
     >>> model = vlscope.load("demo")
@@ -257,7 +257,7 @@ class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
     def _tracer_for(self, prompt: Any = None, *, on_exit: Any = None, **inputs: Any) -> Tracer:
         return Tracer(self, self._prepare(prompt, **inputs), on_exit)
 
-    def __call__(self, prompt: Any = None, **inputs: Any) -> Record:
+    def __call__(self, prompt: Any = None, **inputs: Any) -> Record:  # type: ignore[override]
         """The plain forward: a record with `.logits` [batch, seq, vocab_size]."""
         prepared = self._prepare(prompt, **inputs)
         self.dispatch()
@@ -327,7 +327,8 @@ class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
         }
         found: dict[str, torch.Tensor] = {}
         for index, place in enumerate(self._sites):
-            value = offered.get((self._core.order_of(index), place.slot))
+            order = self._core.order_of(index)
+            value = None if order is None else offered.get((order, place.slot))
             if value is not None and not place.unavailable:
                 found.setdefault(place.path, value[None] if place.images_axis else value)
         return found
@@ -373,9 +374,9 @@ class StandardizedTransformer(KINDS["CausalLM"]):  # type: ignore[misc]
             raise KeyError(f"no site {site!r}.{near_names(site, list(known))}")
         return self._core.order_of(known[site])
 
-    def rank(self, name: str) -> int:
+    def rank(self, name: str) -> int | None:
         """Place of a value within its block (or, for a value of the whole model, in the forward):
-        a smaller rank is served earlier, an equal one at the same location."""
+        a smaller rank is served earlier, an equal one at the same location; None if it is not served."""
         hosts = (self.layers[0], self.layers[0].self_attn, self.layers[0].mlp, self)
         for host in hosts:
             for offset, value in enumerate(host._kind.values):
@@ -476,7 +477,7 @@ def _flat_support(block: Any) -> dict[str, str | None]:
     return rows
 
 
-def _list_support(blocks: ModuleList) -> dict[str, Any]:
+def _list_support(blocks: ModuleList[Any]) -> dict[str, Any]:
     """The support of many blocks, as one row a value."""
     each = [_flat_support(block) for block in blocks]
     rows: dict[str, Any] = {}

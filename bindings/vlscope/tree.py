@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .model import StandardizedTransformer
     from .trace import Tracer
 
-__all__ = ["KINDS", "OPEN", "Module", "ModuleList", "Record", "Value", "near_names"]
+__all__ = ["KINDS", "OPEN", "SIZES_OF", "Module", "ModuleList", "Record", "Value", "near_names"]
 
 
 #: Tracers whose blocks the current task is in, innermost last.
@@ -407,6 +407,7 @@ def _make_class(kind: _core.Kind) -> type[Module]:
 
 #: The class of each kind of module, by name.
 KINDS: dict[str, type[Module]] = {kind.name: _make_class(kind) for kind in _core.all_kinds()}
+globals().update(KINDS)
 
 
 def _add_size(kind: str, name: str, doc: str) -> None:
@@ -422,30 +423,34 @@ def _add_size(kind: str, name: str, doc: str) -> None:
     setattr(KINDS[kind], name, property(read, refuse, doc=doc))
 
 
-for _name in [
-    "num_layers",
-    "hidden_size",
-    "vocab_size",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "qk_head_dim",
-    "intermediate_size",
-]:
-    _add_size("CausalLM", _name, f"{_name} of the text model.")
-for _name in [
-    "num_layers",
-    "vision_hidden_size",
-    "hidden_size",
-    "num_heads",
-    "head_dim",
-    "intermediate_size",
-    "patch_size",
-    "temporal_patch_size",
-    "spatial_merge_size",
-    "window_size",
-]:
-    _add_size("Vision", _name, f"{_name} of the vision tower.")
+#: Numbers of the config, by the kind that carries them.
+SIZES_OF: dict[str, tuple[str, ...]] = {
+    "CausalLM": (
+        "num_layers",
+        "hidden_size",
+        "vocab_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "qk_head_dim",
+        "intermediate_size",
+    ),
+    "Vision": (
+        "num_layers",
+        "vision_hidden_size",
+        "hidden_size",
+        "num_heads",
+        "head_dim",
+        "intermediate_size",
+        "patch_size",
+        "temporal_patch_size",
+        "spatial_merge_size",
+        "window_size",
+    ),
+}
+for _kind, _names in SIZES_OF.items():
+    for _name in _names:
+        _add_size(_kind, _name, f"{_name} of the {'vision tower' if _kind == 'Vision' else 'text model'}.")
 
 
 def _image_size(host: Module) -> NoReturn:

@@ -20,3 +20,13 @@ def test_every_value_of_the_table_is_on_the_page():
     for kind in _core.all_kinds():
         for value in kind.values:
             assert f"`{value.name}`" in page, value.name
+
+
+def test_every_value_of_the_table_has_a_type():
+    from vlscope import _core
+
+    stub = (ROOT / "bindings" / "vlscope" / "tree.pyi").read_text()
+    for kind in _core.all_kinds():
+        assert f"class {kind.name}(Module):" in stub
+        for value in kind.values:
+            assert f"    {value.name}: torch.Tensor" in stub, value.name
