@@ -21,7 +21,7 @@ at::Tensor put_rows(const at::Tensor& x, const at::Tensor& rows, const at::Tenso
 
 /// The same with `features` added. A new tensor: `x` has been served and stays what it was.
 at::Tensor add_at_rows(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& features) {
-  const at::Tensor before = x.flatten(0, 1).index_select(0, rows);
+  const at::Tensor before = x.flatten(0, 1).index({rows});
   return put_rows(x, rows, before + features.to(x.scalar_type()));
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -51,8 +52,8 @@ at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::
   const at::Tensor scores = full_scores(q, k, scale);
   if (mask.defined() && mask.scalar_type() != at::kBool) return scores + mask;
   const at::Tensor allowed =
-      mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, k.options().dtype(at::kLong)));
-  return scores + additive_mask(allowed, scores.scalar_type());
+      mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong));
+  return scores + additive_mask(allowed, scores.scalar_type()).to(scores.device());
 }
 
 at::Tensor attention_probabilities(const at::Tensor& scores) {
@@ -69,6 +70,8 @@ at::Tensor attend(const at::Tensor& probabilities, const at::Tensor& v) {
 
 at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const at::Tensor& mask, bool causal, double scale) {
+  // torch's own rule for shapes alone is written in Python, and may not be there.
+  if (q.is_meta()) return at::empty_like(q.transpose(1, 2), at::MemoryFormat::Contiguous);
   const bool shared = k.size(1) != q.size(1);
   const bool grouped = shared && can_group(k, v, mask);
   const at::Tensor keys = shared && !grouped ? repeat_heads(k, q.size(1)) : k;
@@ -86,7 +89,7 @@ at::Tensor causal_mask(const at::Tensor& attention_mask) {
   const at::Tensor index = at::arange(n, attention_mask.options());
   const at::Tensor before = index.unsqueeze(0) <= index.unsqueeze(1);
   const at::Tensor real = attention_mask.to(at::kBool).unsqueeze(1).unsqueeze(1);
-  return before.logical_and(real);
+  return before & real;
 }
 
 at::Tensor additive_mask(const at::Tensor& allowed, at::ScalarType dtype) {

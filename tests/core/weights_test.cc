@@ -262,7 +262,7 @@ TEST(LoadWeights, RefusesToRunInIntegers) {
   LoadOptions options;
   options.dtype = at::kInt;
   EXPECT_THAT(message_of<InputError>([&] { Toy(false).load(stored(), options); }),
-              HasSubstr("Int"));
+              HasSubstr("int32"));
 }
 
 }  // namespace
