@@ -16,7 +16,7 @@ from pathlib import Path
 import vlscope
 from vlscope import _core
 from vlscope.printing import card_text, tree_text
-from vlscope.tree import SIZES_OF
+from vlscope.tree import KINDS, SIZES_OF
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "tests" / "data" / "configs"
@@ -159,8 +159,10 @@ class Value(property):
     layout: layouts.Layout
     dims: tuple[str, ...]
     description: str
+    def __init__(self, declared: _core.Value, offset: int) -> None: ...
 
 class ModuleList(Sequence[_M], Generic[_M]):
+    def __init__(self, path: str) -> None: ...
     @overload
     def __getitem__(self, index: int) -> _M: ...
     @overload
@@ -186,12 +188,14 @@ class Module:
     def get(self, path: str) -> Any: ...
     def support(self) -> dict[str, str | None]: ...
     def __reduce__(self) -> NoReturn: ...
-    def __getattr__(self, name: str) -> Any: ...
 '''
 
+#: Parts of a tuple output that one attention implementation leaves as None.
+SOMETIMES_NONE = {"attention_probabilities"}
 
-def child_types(model: vlscope.StandardizedTransformer) -> dict[str, dict[str, str]]:
-    """For each kind of module, the attributes below it and their types, as the built-in model has them."""
+
+def attribute_types(model: vlscope.StandardizedTransformer) -> dict[str, dict[str, str]]:
+    """For each kind of module: the modules and parameters below it and their types, as this model has them."""
     types: dict[str, dict[str, str]] = {}
     for entry in model._entries:
         module = model.get(entry["path"]) if entry["path"] else model
@@ -200,19 +204,38 @@ def child_types(model: vlscope.StandardizedTransformer) -> dict[str, dict[str, s
             child = module.get(module._kind.aliases.get(name, name))
             many = isinstance(child, vlscope.ModuleList)
             found[name] = f"ModuleList[{type(child[0]).__name__}]" if many else type(child).__name__
+        found.update(dict.fromkeys(entry["parameters"], "torch.Tensor"))
     return types
+
+
+def output_type(kind: _core.Kind) -> str:
+    if kind.form == _core.Form.tensor:
+        return "torch.Tensor"
+    if kind.form == _core.Form.record:
+        return "Record"
+    parts = ["torch.Tensor" + (" | None" if part.name in SOMETIMES_NONE else "") for part in kind.outputs]
+    return f"tuple[{', '.join(parts)}]"
+
+
+def class_stub(kind: _core.Kind, attributes: dict[str, str], sizes: dict[str, str]) -> str:
+    """The class of a kind: modules, sizes and named values, with the table's words as docstrings."""
+    lines = [f"class {kind.name}(Module):", f'    """{kind.doc}"""', "", f"    output: {output_type(kind)}"]
+    lines += [f"    {name}: {type_}" for name, type_ in sorted({**attributes, **sizes}.items())]
+    for value in kind.values:
+        lines += [f"    {value.name}: torch.Tensor", f'    """{getattr(KINDS[kind.name], value.name).__doc__}"""']
+    return "\n".join(lines) + "\n"
 
 
 def stub() -> str:
     model = vlscope.load("demo", dispatch=False)
-    children = child_types(model)
+    attributes = attribute_types(model)
+    hosts = {"CausalLM": model, "Vision": model.vision}
     parts = [STUB_HEAD]
     for kind in _core.all_kinds():
-        lines = [f"class {kind.name}(Module):"]
-        lines += [f"    {name}: {type_}" for name, type_ in sorted(children[kind.name].items())]
-        lines += [f"    {value.name}: torch.Tensor" for value in kind.values]
-        lines += [f"    {name}: int" for name in SIZES_OF.get(kind.name, ())]
-        parts.append("\n".join(lines) + "\n" if len(lines) > 1 else f"{lines[0]} ...\n")
+        host = hosts.get(kind.name)
+        names = SIZES_OF.get(kind.name, ())
+        sizes = {name: "int" if getattr(host, name) is not None else "int | None" for name in names}
+        parts.append(class_stub(kind, attributes[kind.name], sizes))
     return "\n".join(parts)
 
 

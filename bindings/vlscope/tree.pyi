@@ -33,8 +33,10 @@ class Value(property):
     layout: layouts.Layout
     dims: tuple[str, ...]
     description: str
+    def __init__(self, declared: _core.Value, offset: int) -> None: ...
 
 class ModuleList(Sequence[_M], Generic[_M]):
+    def __init__(self, path: str) -> None: ...
     @overload
     def __getitem__(self, index: int) -> _M: ...
     @overload
@@ -60,50 +62,83 @@ class Module:
     def get(self, path: str) -> Any: ...
     def support(self) -> dict[str, str | None]: ...
     def __reduce__(self) -> NoReturn: ...
-    def __getattr__(self, name: str) -> Any: ...
 
 class CausalLM(Module):
+    """The whole model. Its values stand at the two ends of the forward."""
+
+    output: Record
     embed_tokens: Embedding
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
     layers: ModuleList[TextLayer]
     lm_head: Linear
     model: MultimodalModel
     norm: RMSNorm
-    projector: Projector
-    vision: Vision
-    input_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    token_embeddings: torch.Tensor
-    logits: torch.Tensor
-    next_token_probs: torch.Tensor
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    num_layers: int
+    projector: Projector
     qk_head_dim: int
-    intermediate_size: int
+    vision: Vision
+    vocab_size: int
+    input_ids: torch.Tensor
+    """Tokens [batch seq]: token ids, image placeholders expanded."""
+    attention_mask: torch.Tensor
+    """Tokens [batch seq]: 1 on tokens, 0 on padding."""
+    token_embeddings: torch.Tensor
+    """Residual [batch seq hidden_size]: embedded tokens; image tokens still hold the placeholder's embedding."""
+    logits: torch.Tensor
+    """Logits [batch seq vocab_size]: scores of the next token at each position."""
+    next_token_probs: torch.Tensor
+    """NextTokenProbs [batch vocab_size]: softmax of the logits at each prompt's last token. next_token_probs is computed from the logits: assign model.logits."""
 
 class MultimodalModel(Module):
+    """Vision tower and text model, without the head."""
+
+    output: Record
     language_model: TextModel
     visual: Vision
 
 class TextModel(Module):
+    """The text model: rotary tables, blocks, DeepStack adds, final norm."""
+
+    output: Record
     embed_tokens: Embedding
     layers: ModuleList[TextLayer]
     norm: RMSNorm
     rotary_emb: TextRotary
 
 class TextLayer(Module):
+    """One block of the text model.
+
+    h   = x + self_attn(input_layernorm(x))
+    out = h + mlp(post_attention_layernorm(h))
+
+so layer_input + attention_output + mlp_output == layer_output, bit for bit. On an image prompt the
+text model then adds DeepStack level k after block k (the first blocks only):
+
+    layers[k+1].input[mask]  == layers[k].layer_output[mask] + layers[k].deepstack_output
+    layers[k+1].input[~mask] == layers[k].layer_output[~mask]
+
+with mask = vision.image_token_mask. layer_output is the stream before that add."""
+
+    output: torch.Tensor
     input_layernorm: RMSNorm
     mlp: TextMLP
     post_attention_layernorm: RMSNorm
     self_attn: TextAttention
     layer_input: torch.Tensor
+    """Residual [batch seq hidden_size]: the stream entering the block."""
     layer_output: torch.Tensor
+    """Residual [batch seq hidden_size]: the stream leaving the block, before any DeepStack add."""
     deepstack_output: torch.Tensor
+    """ImageFeatures [image_tokens hidden_size]: DeepStack features added at the image tokens after this block."""
 
 class TextAttention(Module):
+    """Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE."""
+
+    output: tuple[torch.Tensor, torch.Tensor | None]
     k_norm: RMSNorm
     k_proj: Linear
     o_proj: Linear
@@ -111,96 +146,183 @@ class TextAttention(Module):
     q_proj: Linear
     v_proj: Linear
     attention_queries: torch.Tensor
+    """Queries [batch heads seq head_dim]: queries after the norm of each head and M-RoPE."""
     attention_keys: torch.Tensor
+    """Keys [batch kv_heads seq head_dim]: keys after the norm of each head and M-RoPE."""
     attention_values: torch.Tensor
+    """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
+    """Pattern [batch heads query key]: scaled and masked scores; a masked score is the dtype's least number."""
     attention_probabilities: torch.Tensor
+    """Pattern [batch heads query key]: softmax of the scores."""
     attention_head_outputs: torch.Tensor
+    """HeadOutputs [batch seq heads head_dim]: each head's weighted sum of values."""
     attention_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the attention adds to the stream."""
 
 class TextMLP(Module):
+    """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
+    output: torch.Tensor
     act_fn: Activation
     down_proj: Linear
     gate_proj: Linear
     up_proj: Linear
     mlp_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the MLP adds to the stream."""
 
-class TextRotary(Module): ...
+class TextRotary(Module):
+    """M-RoPE tables: cos and sin, folded from the time, height and width positions."""
+
+    output: tuple[torch.Tensor, torch.Tensor]
 
 class Vision(Module):
+    """The vision tower. Every image of the prompt lies in one row of patches, in merge-block order:
+each four consecutive rows are the 2 x 2 block that becomes one image token.
+
+The image reaches the text model by image_features, scattered at the image tokens, and by each
+layers[k].deepstack_output, which is deepstack_merger_list[k].output."""
+
+    output: Record
     blocks: ModuleList[VisionLayer]
     deepstack_merger_list: ModuleList[Merger]
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
     layers: ModuleList[VisionLayer]
     merger: Projector
+    num_heads: int
+    num_layers: int
     patch_embed: PatchEmbed
+    patch_size: int
     pos_embed: Embedding
     rotary_pos_emb: VisionRotary
-    image_token_mask: torch.Tensor
-    patch_embeddings: torch.Tensor
-    tower_output: torch.Tensor
-    image_features: torch.Tensor
-    num_layers: int
-    vision_hidden_size: int
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    intermediate_size: int
-    patch_size: int
-    temporal_patch_size: int
     spatial_merge_size: int
-    window_size: int
+    temporal_patch_size: int
+    vision_hidden_size: int
+    window_size: int | None
+    image_token_mask: torch.Tensor
+    """ImageTokenMask [batch seq]: True at the image tokens. image_token_mask follows from the token ids: assign model.input_ids."""
+    patch_embeddings: torch.Tensor
+    """Patches [images patches vision_hidden_size]: projected patches, before any position."""
+    tower_output: torch.Tensor
+    """Patches [images patches vision_hidden_size]: the last block's stream; the projector has already read it, so a write moves nothing."""
+    image_features: torch.Tensor
+    """ImageFeatures [image_tokens hidden_size]: what is scattered at the image tokens."""
 
 class VisionLayer(Module):
+    """One block of the vision tower.
+
+    h   = x + attn(norm1(x))
+    out = h + mlp(norm2(h))
+
+so layer_input + attention_output + mlp_output == layer_output, bit for bit."""
+
+    output: torch.Tensor
     attn: VisionAttention
     mlp: VisionMLP
     norm1: LayerNorm
     norm2: LayerNorm
     self_attn: VisionAttention
     layer_input: torch.Tensor
+    """Patches [images patches vision_hidden_size]: the stream entering the block."""
     layer_output: torch.Tensor
+    """Patches [images patches vision_hidden_size]: the stream leaving the block."""
 
 class VisionAttention(Module):
+    """Attention of a vision block, within each image (and video frame)."""
+
+    output: torch.Tensor
     proj: Linear
     qkv: Linear
     attention_queries: torch.Tensor
+    """Queries [images heads patches head_dim]: queries after the 2-D rotary embedding, every image in one row."""
     attention_keys: torch.Tensor
+    """Keys [images heads patches head_dim]: keys after the 2-D rotary embedding, every image in one row."""
     attention_values: torch.Tensor
+    """Values [images heads patches head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
+    """Pattern unavailable: scaled and masked scores; a masked score is the dtype's least number. no one tensor is the block's pattern: the attention runs once per image, over the slices that cu_seqlens marks. Softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
     attention_probabilities: torch.Tensor
+    """Pattern unavailable: softmax of the scores. no one tensor is the block's pattern: the attention runs once per image, over the slices that cu_seqlens marks. Softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
     attention_head_outputs: torch.Tensor
+    """HeadOutputs [images patches heads head_dim]: each head's weighted sum of values."""
     attention_output: torch.Tensor
+    """Patches [images patches vision_hidden_size]: what the attention adds to the stream."""
 
 class VisionMLP(Module):
+    """linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form."""
+
+    output: torch.Tensor
     act_fn: Activation
     linear_fc1: Linear
     linear_fc2: Linear
     mlp_output: torch.Tensor
+    """Patches [images patches vision_hidden_size]: what the MLP adds to the stream."""
 
-class VisionRotary(Module): ...
+class VisionRotary(Module):
+    """2-D rotary tables: cos and sin of each patch's row and column."""
+
+    output: tuple[torch.Tensor, torch.Tensor]
 
 class PatchEmbed(Module):
+    """Projects each patch of 2 x 16 x 16 pixels to one vector."""
+
+    output: torch.Tensor
     proj: Conv3d
 
 class Projector(Module):
+    """The merger: norm, then each 2 x 2 block of patches to one image token by a two-layer MLP."""
+
+    output: torch.Tensor
     act_fn: Activation
     linear_fc1: Linear
     linear_fc2: Linear
     norm: LayerNorm
 
 class Merger(Module):
+    """A DeepStack merger: as the projector, with the norm after the 2 x 2 concatenation."""
+
+    output: torch.Tensor
     act_fn: Activation
     linear_fc1: Linear
     linear_fc2: Linear
     norm: LayerNorm
 
-class Linear(Module): ...
+class Linear(Module):
+    """y = x W^T + b."""
 
-class Conv3d(Module): ...
+    output: torch.Tensor
+    bias: torch.Tensor
+    weight: torch.Tensor
 
-class Embedding(Module): ...
+class Conv3d(Module):
+    """A convolution whose kernel and stride are one patch."""
 
-class RMSNorm(Module): ...
+    output: torch.Tensor
+    bias: torch.Tensor
+    weight: torch.Tensor
 
-class LayerNorm(Module): ...
+class Embedding(Module):
+    """Rows of a table."""
 
-class Activation(Module): ...
+    output: torch.Tensor
+    weight: torch.Tensor
+
+class RMSNorm(Module):
+    """y = weight * x / rms(x), the rms taken in float32."""
+
+    output: torch.Tensor
+    weight: torch.Tensor
+
+class LayerNorm(Module):
+    """y = weight * (x - mean) / std + bias."""
+
+    output: torch.Tensor
+    bias: torch.Tensor
+    weight: torch.Tensor
+
+class Activation(Module):
+    """An elementwise activation."""
+
+    output: torch.Tensor

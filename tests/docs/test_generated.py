@@ -1,8 +1,12 @@
 """The generated pages are what the table of values and the shipped configs say."""
 
+import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,3 +34,45 @@ def test_every_value_of_the_table_has_a_type():
         assert f"class {kind.name}(Module):" in stub
         for value in kind.values:
             assert f"    {value.name}: torch.Tensor" in stub, value.name
+
+
+SCRIPT = """
+import torch
+import vlscope
+from typing_extensions import assert_type
+from vlscope.tree import ModuleList, TextLayer
+
+model = vlscope.load("demo")
+assert_type(model.layers, ModuleList[TextLayer])
+assert_type(model.vision.num_layers, int)
+assert_type(model.lm_head.weight, torch.Tensor)
+with model.trace("The day after Monday is"):
+    assert_type(model.layers[0].self_attn.attention_queries, torch.Tensor)
+    model.layers[-1].layer_output[:] = 0
+    assert_type(vlscope.save(model.logits), torch.Tensor)
+"""
+
+#: A line that the types refuse, and a word of the refusal.
+REFUSED = {
+    "model.layers[0].layer_outputs": "layer_outputs",
+    "model.layers[0].layer_output = 3": "Tensor",
+    "model.layers[0].self_attn.output[1].shape": "None",
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
+def test_a_script_type_checks_and_its_slips_are_found(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + "\n".join(REFUSED) + "\n")
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent", str(script)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT / "bindings")},
+    )
+    found = [line for line in result.stdout.splitlines() if ": error: " in line]
+    first = SCRIPT.count("\n") + 1
+    for number, word in enumerate(REFUSED.values(), first):
+        assert any(f":{number}: error:" in line and word in line for line in found), result.stdout + result.stderr
+    assert len(found) == len(REFUSED), result.stdout
