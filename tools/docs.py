@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 import vlscope
 from vlscope import _core
 from vlscope.printing import card_text, tree_text
@@ -50,6 +52,17 @@ Besides these values, every module that the reference calls has `.input` (its fi
 (`(args, kwargs)`), `.output` and `.skip(value)`, under its native path
 (`model.model.language_model.layers[0].self_attn.q_proj.output`) and the short one
 (`model.layers[0].self_attn.q_proj.output`). Leaf modules have `.weight` and `.bias`.
+
+*With an image* means that a prompt without one raises `NotReachedError` there. Patch streams have a leading axis
+of 1, because every image of a prompt lies in one row of patches; the native modules serve and take the same stream
+without that axis (`model.vision.layers[0].output`, `[patches, vision_hidden_size]`), and edits reach both.
+"""
+
+ORDER_HEAD = """## Order
+
+The order in which a forward comes by the values; blocks follow each other, each in the order of the first. Values
+on one line share a location: read and write them in any order. `model.order()` lists every location, those of the
+native modules included.
 """
 
 MODELS_HEAD = """# Models
@@ -69,23 +82,65 @@ def access(value: _core.Value) -> str:
     return "read" if value.read_only else "read, write"
 
 
-def value_rows(kind: _core.Kind) -> Iterator[str]:
-    yield "| value | layout | axes | access | what it is |"
-    yield "|---|---|---|---|---|"
-    for value in kind.values:
+class Forward:
+    """When the built-in model comes by its values, found without running it."""
+
+    def __init__(self) -> None:
+        self.model = vlscope.load("demo", dispatch=False)
+        text = _core.Inputs(input_ids=torch.tensor([[0]]))
+        self._on_text = {order for order, *_ in self.model._core.scan(text)}
+
+    def hosts(self, kind: _core.Kind) -> list[vlscope.Module]:
+        entries = [entry for entry in self.model._entries if entry["kind"] == kind.name]
+        return [self.model.get(entry["path"]) if entry["path"] else self.model for entry in entries]
+
+    def place(self, host: vlscope.Module, offset: int) -> int | None:
+        """Number of a value's location in the forward; None where it is not served."""
+        site = host._values + offset
+        return None if self.model._sites[site].unavailable else self.model._core.order_of(site)
+
+    def when(self, kind: _core.Kind, offset: int) -> str:
+        places = [self.place(host, offset) for host in self.hosts(kind)]
+        served = [place for place in places if place is not None]
+        if not served:
+            return "never"
+        when = "always" if served[0] in self._on_text else "with an image"
+        return when if len(served) == len(places) else f"{when}, not in every block"
+
+    def order(self) -> Iterator[str]:
+        """The values of the whole model and of the first block of each tower; those of one location on a line."""
+        lines: dict[int, list[str]] = {}
+        for kind in _core.all_kinds():
+            host = self.hosts(kind)[0]
+            for offset in range(len(kind.values)):
+                place = self.place(host, offset)
+                if place is not None:
+                    lines.setdefault(place, []).append(self.model._sites[host._values + offset].path)
+        for _, paths in sorted(lines.items()):
+            yield ", ".join([paths[0], *(path.rpartition(".")[2] for path in paths[1:])])
+
+
+def value_rows(kind: _core.Kind, forward: Forward) -> Iterator[str]:
+    yield "| value | layout | axes | access | served | what it is |"
+    yield "|---|---|---|---|---|---|"
+    for offset, value in enumerate(kind.values):
         reason = value.read_only or value.unavailable
         what = value.description + (f". {reason}" if reason else "")
-        yield f"| `{value.name}` | {value.layout} | {axes(value)} | {access(value)} | {what} |"
+        cells = [f"`{value.name}`", value.layout, axes(value), access(value), forward.when(kind, offset), what]
+        yield f"| {' | '.join(cells)} |"
 
 
 def values_page() -> str:
+    forward = Forward()
     parts = [VALUES_HEAD]
     for kind in _core.all_kinds():
         if not kind.values:
             continue
         doc = kind.doc.strip().splitlines()
-        parts.append(f"## `{HOSTS[kind.name]}`\n\n{fenced(doc)}\n\n" + "\n".join(value_rows(kind)) + "\n")
-    return "\n".join(parts)
+        rows = "\n".join(value_rows(kind, forward))
+        parts.append(f"## `{HOSTS[kind.name]}`\n\n{fenced(doc)}\n\n{rows}\n")
+    order = "\n".join(forward.order())
+    return "\n".join([*parts, ORDER_HEAD, f"```text\n{order}\n```\n"])
 
 
 def fenced(lines: list[str]) -> str:
