@@ -10,6 +10,7 @@ import argparse
 import shutil
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -245,6 +246,8 @@ class Module:
     def __reduce__(self) -> NoReturn: ...
 '''
 
+INDENT = "    "
+
 #: Parts of a tuple output that one attention implementation leaves as None.
 SOMETIMES_NONE = {"attention_probabilities"}
 
@@ -277,7 +280,11 @@ def class_stub(kind: _core.Kind, attributes: dict[str, str], sizes: dict[str, st
     lines = [f"class {kind.name}(Module):", f'    """{kind.doc}"""', "", f"    output: {output_type(kind)}"]
     lines += [f"    {name}: {type_}" for name, type_ in sorted({**attributes, **sizes}.items())]
     for value in kind.values:
-        lines += [f"    {value.name}: torch.Tensor", f'    """{getattr(KINDS[kind.name], value.name).__doc__}"""']
+        doc = f'"""{getattr(KINDS[kind.name], value.name).__doc__}"""'
+        lines += [
+            f"    {value.name}: torch.Tensor",
+            *textwrap.wrap(doc, 116, initial_indent=INDENT, subsequent_indent=INDENT),
+        ]
     return "\n".join(lines) + "\n"
 
 

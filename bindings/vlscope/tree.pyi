@@ -91,7 +91,8 @@ class CausalLM(Module):
     logits: torch.Tensor
     """Logits [batch seq vocab_size]: scores of the next token at each position."""
     next_token_probs: torch.Tensor
-    """NextTokenProbs [batch vocab_size]: softmax of the logits at each prompt's last token. next_token_probs is computed from the logits: assign model.logits."""
+    """NextTokenProbs [batch vocab_size]: softmax of the logits at each prompt's last token. next_token_probs is
+    computed from the logits: assign model.logits."""
 
 class MultimodalModel(Module):
     """Vision tower and text model, without the head."""
@@ -202,11 +203,13 @@ layers[k].deepstack_output, which is deepstack_merger_list[k].output."""
     vision_hidden_size: int
     window_size: int | None
     image_token_mask: torch.Tensor
-    """ImageTokenMask [batch seq]: True at the image tokens. image_token_mask follows from the token ids: assign model.input_ids."""
+    """ImageTokenMask [batch seq]: True at the image tokens. image_token_mask follows from the token ids: assign
+    model.input_ids."""
     patch_embeddings: torch.Tensor
     """Patches [images patches vision_hidden_size]: projected patches, before any position."""
     tower_output: torch.Tensor
-    """Patches [images patches vision_hidden_size]: the last block's stream; the projector has already read it, so a write moves nothing."""
+    """Patches [images patches vision_hidden_size]: the last block's stream; the projector has already read it, so a
+    write moves nothing."""
     image_features: torch.Tensor
     """ImageFeatures [image_tokens hidden_size]: what is scattered at the image tokens."""
 
@@ -242,9 +245,14 @@ class VisionAttention(Module):
     attention_values: torch.Tensor
     """Values [images heads patches head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
-    """Pattern unavailable: scaled and masked scores; a masked score is the dtype's least number. no one tensor is the block's pattern: the attention runs once per image, over the slices that cu_seqlens marks. Softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
+    """Pattern unavailable: scaled and masked scores; a masked score is the dtype's least number. no one tensor is
+    the block's pattern: the attention runs once per image, over the slices that cu_seqlens marks. Softmax the
+    scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim **
+    -0.5).softmax(-1)."""
     attention_probabilities: torch.Tensor
-    """Pattern unavailable: softmax of the scores. no one tensor is the block's pattern: the attention runs once per image, over the slices that cu_seqlens marks. Softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
+    """Pattern unavailable: softmax of the scores. no one tensor is the block's pattern: the attention runs once per
+    image, over the slices that cu_seqlens marks. Softmax the scores of each slice: (q[0, :, a:b] @ k[0, :,
+    a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [images patches heads head_dim]: each head's weighted sum of values."""
     attention_output: torch.Tensor
