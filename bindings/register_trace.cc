@@ -8,6 +8,7 @@
 
 #include "bindings/register.h"
 #include "bindings/running_trace.h"
+#include "core/errors.h"
 
 namespace py = pybind11;
 
@@ -27,7 +28,34 @@ void check_interrupt() {
 
 }  // namespace
 
+RunningTrace::Use::Use(RunningTrace& trace) : trace_(trace) {
+  std::thread::id nobody;
+  if (trace.user_.compare_exchange_strong(nobody, std::this_thread::get_id())) return;
+  throw Error(
+      "this trace is being advanced by another thread, or by the code that a signal has "
+      "interrupted. "
+      "Give each thread a trace of its own.");
+}
+
+void RunningTrace::check_edits() {
+  const Use use(*this);
+  trace_->check_edits();
+}
+
+void RunningTrace::close() {
+  if (user_.load() == std::this_thread::get_id()) const Use use(*this);  // Throws: see there.
+  const py::gil_scoped_release released;
+  std::thread::id nobody;
+  while (!user_.compare_exchange_weak(nobody, std::this_thread::get_id())) {
+    nobody = std::thread::id();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  trace_->close();
+  user_.store(std::thread::id());
+}
+
 at::Tensor RunningTrace::read(int index) {
+  const Use use(*this);
   const Site& wanted = site(index);
   if (trace_->stands_at(wanted)) return trace_->read(wanted);
   const py::gil_scoped_release released;
@@ -35,30 +63,36 @@ at::Tensor RunningTrace::read(int index) {
 }
 
 at::Tensor RunningTrace::read_element(int index, int element_index) {
+  const Use use(*this);
   const py::gil_scoped_release released;
   return trace_->read(element(index, element_index));
 }
 
 void RunningTrace::write(int index, at::Tensor value) {
+  const Use use(*this);
   const py::gil_scoped_release released;
   trace_->write(site(index), std::move(value));
 }
 
 void RunningTrace::write_element(int index, int element_index, at::Tensor value) {
+  const Use use(*this);
   const py::gil_scoped_release released;
   trace_->write(element(index, element_index), std::move(value));
 }
 
 int RunningTrace::count_from(int index) {
+  const Use use(*this);
   const py::gil_scoped_release released;
   return trace_->slots(site(index)) - site(index).slot;
 }
 
 void RunningTrace::replace(int module, at::Tensor value) {
+  const Use use(*this);
   trace_->replace(*model_->tree().modules().at(module), std::move(value));
 }
 
 at::Tensor RunningTrace::finish() {
+  const Use use(*this);
   const py::gil_scoped_release released;
   return trace_->finish();
 }

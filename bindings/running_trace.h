@@ -1,10 +1,12 @@
 // A trace as Python holds it: sites by number, the model kept alive, the GIL left while it runs.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 
 #include "models/model.h"
 
@@ -24,8 +26,9 @@ class RunningTrace {
   int count_from(int site);
   void replace(int module, at::Tensor value);
   at::Tensor finish();
-  void check_edits() { trace_->check_edits(); }
-  void close() { trace_->close(); }
+  void check_edits();
+  /// Waits for a thread that is still inside.
+  void close();
   std::optional<std::string> site_of(const at::Tensor& tensor) const;
   std::string position() const { return trace_->position(); }
 
@@ -33,8 +36,21 @@ class RunningTrace {
   const Site& site(int index) const { return model_->tree().sites().at(index); }
   const Site& element(int site, int index);
 
+  /// Held while the trace is used. A second thread, or a signal handler of the first, is refused:
+  /// the forward is suspended in one place only.
+  class Use {
+   public:
+    explicit Use(RunningTrace& trace);
+    ~Use() { trace_.user_.store(std::thread::id()); }
+    Use(const Use&) = delete;
+
+   private:
+    RunningTrace& trace_;
+  };
+
   std::shared_ptr<Model> model_;
   std::unique_ptr<Trace> trace_;
+  std::atomic<std::thread::id> user_{std::thread::id()};
   std::deque<Site> elements_;  ///< Sites of list elements; addresses must stay.
 };
 

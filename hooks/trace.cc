@@ -47,6 +47,11 @@ at::Tensor back_from(View view, const at::Tensor& value) {
   return view == View::kImagesAxis ? value.squeeze(0) : value;
 }
 
+/// A tensor made in inference mode has no version counter, which everything served must have.
+at::Tensor ordinary(at::Tensor tensor) {
+  return tensor.defined() && tensor.is_inference() ? tensor.clone() : tensor;
+}
+
 const void* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
@@ -99,7 +104,10 @@ void Trace::close() {
   standing_ = nullptr;
   served_.clear();
   notes_.clear();
+  records_.clear();
   skips_.clear();
+  options_.foreign.clear();
+  result_ = at::Tensor();
 }
 
 // --- The forward side ---------------------------------------------------------------------------
@@ -130,7 +138,8 @@ bool Trace::depart() {
   for (const Served& served : served_) {
     // The reader may have made the object in hand part of a graph; going on from the tensor that it
     // was made of would leave that graph behind.
-    if (served.view == View::kImagesAxis && served.tensor.requires_grad()) {
+    const bool own_graph = !live_[served.slot]->requires_grad() || served.tensor.grad_fn();
+    if (served.view == View::kImagesAxis && served.tensor.requires_grad() && own_graph) {
       *live_[served.slot] = back_from(served.view, served.tensor);
     }
     notes_.push_back({served.tensor.unsafeGetTensorImpl()->version_counter(),
@@ -170,13 +179,14 @@ void Trace::write(const Site& site, at::Tensor value) {
   if (!site.read_only.empty())
     throw InputError(site.path + " is read-only: " + site.read_only + ".");
   advance(site);
-  OrdinaryMode mode;
+  const OrdinaryMode mode;
   const at::Tensor current = serve(site);
   if (value.defined() && value.is_same(current)) return;
   if (site.view == View::kImagesAxis && value.defined() && value.dim() + 1 == current.dim()) {
     value = value.unsqueeze(0);  // The native form, without the images axis.
   }
   check_fits(site, value, current);
+  value = ordinary(std::move(value));
   *live_[site.slot] = back_from(site.view, value);
   std::erase_if(served_, [&](const Served& served) { return served.slot == site.slot; });
   remember(site, value);
@@ -193,7 +203,8 @@ void Trace::replace(const Module& module, at::Tensor value) {
         "inside or behind it.",
         module.site_path(), position()));
   }
-  skips_.push_back({&module, std::move(value)});
+  const OrdinaryMode mode;
+  skips_.push_back({&module, ordinary(std::move(value))});
 }
 
 at::Tensor Trace::finish() {

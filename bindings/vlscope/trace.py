@@ -19,6 +19,10 @@ __all__ = ["InvokeTracer", "Saved", "StopTrace", "Tracer", "save"]
 T = TypeVar("T")
 
 
+def _not_open(*_: Any) -> NoReturn:
+    raise OutOfOrderError("this trace is not open: its values can be read and written inside its `with` block only")
+
+
 class StopTrace(Exception):
     """Ends the block of one tracer; raised by `tracer.stop()` and caught where the block is left."""
 
@@ -110,12 +114,9 @@ class Tracer(_Block):
         self._on_exit = on_exit
         self._core: Any = None
         self._tree: Module | None = None
-        self._read: Callable[[int], Any] = self._closed
-        self._write: Callable[[int, Any], None] = self._closed
+        self._read: Callable[[int], Any] = _not_open
+        self._write: Callable[[int, Any], None] = _not_open
         self.saved = Saved()
-
-    def _closed(self, *_: Any) -> NoReturn:
-        raise OutOfOrderError("this trace is not open: its values can be read and written inside its `with` block only")
 
     def __enter__(self) -> Tracer:
         if self._core is not None:
@@ -134,7 +135,8 @@ class Tracer(_Block):
                 self._core.check_edits()
         finally:
             self._core.close()
-            self._read = self._write = self._closed
+            self._read = self._write = _not_open
+            self._tree = None  # it refers back to this tracer, and so would keep what was saved
             _release_views(self.saved)
             if self._on_exit:
                 self._on_exit(self)
@@ -166,7 +168,7 @@ class Tracer(_Block):
             setattr(self.root, name, value)
 
     def __repr__(self) -> str:
-        state = "not open" if self._read == self._closed else f"at {self._core.position()}"
+        state = "not open" if self._read is _not_open else f"at {self._core.position()}"
         return f"<Tracer {state}, saved: {', '.join(self.saved) or 'nothing'}>"
 
     def __reduce__(self) -> NoReturn:

@@ -11,6 +11,7 @@ import difflib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -49,6 +50,8 @@ class Record(Mapping[str, Any]):
         return self._parts[name]
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
         try:
             return self._parts[name]
         except KeyError:
@@ -58,6 +61,9 @@ class Record(Mapping[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{name} cannot be assigned here: edit it in place, or assign the whole")
+
+    def __reduce__(self) -> Any:
+        return partial(Record, **self._parts), ()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -294,6 +300,12 @@ class Module:
         anything inside or behind the module; its input may have been read.
         """
         tracer = self._open(self._inputs)
+        one_tensor = self._kind.form == _core.Form.tensor or "attention_output" in vars(type(self))
+        if not one_tensor:
+            raise Unavailable(
+                f"{self._site_path or 'the model'} ({type(self).__name__}) cannot be skipped: it gives more than one "
+                "tensor. Assign the values that it gives, or skip the blocks below it."
+            )
         if value is None:
             value = self.input
         if isinstance(value, (tuple, list)):

@@ -482,10 +482,13 @@ def _deal(images: Any, slots: Sequence[int]) -> list[list[Any]]:
     """The images of each prompt; `slots` says how many each asks for, to divide a flat list."""
     if images is None:
         return [[] for _ in slots]
-    if isinstance(images, (list, tuple)) and any(item is None or isinstance(item, (list, tuple)) for item in images):
+    if isinstance(images, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in images):
         if len(images) != len(slots):
             raise InputError(f"{len(images)} lists of images were passed for {len(slots)} prompts")
         return [[] if own is None else flatten_images(own) for own in images]
+    if isinstance(images, (list, tuple)) and any(item is None for item in images):
+        missing = next(index for index, item in enumerate(images) if item is None)
+        raise InputError(f"image {missing} is None, of {len(images)} passed; was its file read?")
     flat = flatten_images(images)
     if len(slots) == 1:
         return [flat]
