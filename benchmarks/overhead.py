@@ -1,71 +1,56 @@
-"""What a trace costs over the model's own work, on the built-in model.
+"""What a trace costs over the model's own work, on the built-in model with an image prompt.
 
-Everything is timed interleaved, run by run, in one process; a figure is a median, in microseconds. The cost of
-one read is the slope between traces that read many values and few. Peer: transformers with forward hooks on the
-same weights and inputs.
+The cost of one read, edit or assignment is the slope between traces that make many and traces that
+make none, repetition by repetition. Peer: transformers (sdpa) on the same checkpoint and inputs, and
+the slope of its forward in the number of resident forward hooks.
 """
 
 from __future__ import annotations
 
-import statistics
+import contextlib
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from measure import Row, Times, Work, again, interleaved, no_collection, row, slopes
 
 import vlscope
 
-TARGETS = {
-    "empty trace": 20.0,
-    "empty trace, after another": 20.0,
-    "one read": 2.0,
-    "one read, nothing computed since the last": 2.0,
-    "one read again": 2.0,
-    "one edit in place": 3.0,
-    "import vlscope, after torch": 150_000.0,
-}
+EMPTY_TRACE = 20.0
+READ = 2.0
+EDIT = 3.0
+IMPORT = 150_000.0
+FORWARD_SPEEDUP = 4.0
+
 PROMPT = "What color is the square? Answer with one word."
-VALUES = ("layer_input", "layer_output")
-INSIDE = ("attention_queries", "attention_head_outputs", "attention_output")
+PLACES_PER_BLOCK = 5
+
+Inputs = Mapping[str, torch.Tensor]
 
 
-def timed(work: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    work()
-    return (time.perf_counter() - start) * 1e6
-
-
-def interleaved(works: dict[str, Callable[[], Any]], reps: int) -> dict[str, list[float]]:
-    """Run times of each work, in turn; the first tenth warms up and does not count."""
-    for _ in range(max(reps // 10, 1)):
-        for work in works.values():
-            work()
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(reps):
-        for name, work in works.items():
-            times[name].append(timed(work))
-    return times
-
-
-def median(times: list[float]) -> float:
-    return statistics.median(times)
-
-
-def ours(model: vlscope.StandardizedTransformer, inputs: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+def ours(model: vlscope.StandardizedTransformer, inputs: Inputs) -> dict[str, Work]:
+    """The untraced forward, and traces that differ in what they read and write."""
     blocks = list(model.layers)
+    kept = []
+    with model.trace(**inputs):
+        for block in blocks:
+            attention = block.self_attn
+            values = [block.layer_input, attention.attention_queries, attention.attention_head_outputs]
+            values += [attention.attention_output, block.layer_output]
+            kept.append([value.clone() for value in values])
+    matrix, heads = kept[0][0].clone(), kept[0][1].clone()
 
     def empty() -> None:
         with model.trace(**inputs):
             pass
 
-    def to_the_end() -> None:
+    def to_the_logits() -> None:
         with model.trace(**inputs):
             _ = model.logits
 
-    def read_all() -> None:
+    def read_many() -> None:
         with model.trace(**inputs):
             for block in blocks:
                 _ = block.layer_input
@@ -74,193 +59,216 @@ def ours(model: vlscope.StandardizedTransformer, inputs: dict[str, torch.Tensor]
                 _ = block.layer_output
             _ = model.logits
 
-    def edit_all() -> None:
+    def edit_many() -> None:
         with model.trace(**inputs):
             for block in blocks:
+                block.layer_input[0, 0, 0] += 0.0
+                attention = block.self_attn
+                attention.attention_queries[0, 0, 0, 0] += 0.0
+                attention.attention_head_outputs[0, 0, 0, 0] += 0.0
+                attention.attention_output[0, 0, 0] += 0.0
                 block.layer_output[0, 0, 0] += 0.0
             _ = model.logits
 
-    def read_outputs() -> None:
+    def edit_others() -> None:
+        """The same reads, and as many edits of tensors outside the forward: torch's own share of an edit."""
         with model.trace(**inputs):
             for block in blocks:
+                _ = block.layer_input
+                matrix[0, 0, 0] += 0.0
+                attention = block.self_attn
+                _ = attention.attention_queries
+                heads[0, 0, 0, 0] += 0.0
+                _ = attention.attention_head_outputs
+                heads[0, 0, 0, 0] += 0.0
+                _ = attention.attention_output
+                matrix[0, 0, 0] += 0.0
                 _ = block.layer_output
+                matrix[0, 0, 0] += 0.0
             _ = model.logits
 
+    def assign_many() -> None:
+        """Assigns what these places hold anyway, so that the forward goes on as it would."""
+        with model.trace(**inputs):
+            for block, values in zip(blocks, kept, strict=True):
+                block.layer_input = values[0]
+                attention = block.self_attn
+                attention.attention_queries = values[1]
+                attention.attention_head_outputs = values[2]
+                attention.attention_output = values[3]
+                block.layer_output = values[4]
+            _ = model.logits
+
+    works = (empty, to_the_logits, read_many, edit_many, edit_others, assign_many)
+    return {"forward": Work(lambda: model(**inputs)), **{work.__name__: Work(work) for work in works}}
+
+
+def hooked_parts(peer: Any) -> list[torch.nn.Module]:
+    """As many modules of each text block as `read_many` reads values of it."""
+    return [
+        part
+        for block in peer.model.language_model.layers
+        for part in (block.input_layernorm, block.self_attn.q_norm, block.self_attn.o_proj, block.mlp, block)
+    ]
+
+
+@contextlib.contextmanager
+def hooks(parts: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Resident forward hooks that each keep a reference to their module's output."""
+    kept: dict[torch.nn.Module, Any] = {}
+
+    def keep(module: torch.nn.Module, arguments: Any, output: Any) -> None:
+        kept[module] = output
+
+    handles = [part.register_forward_hook(keep) for part in parts]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def peer_forward(peer: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
+    types = (inputs["input_ids"] == peer.config.image_token_id).int()
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return peer(**inputs, mm_token_type_ids=types, use_cache=False).logits
+
+    return forward
+
+
+def theirs(peer: Any, inputs: Inputs) -> dict[str, Work]:
+    """transformers without a hook, with one, and with as many as `read_many` reads values."""
+    forward, parts = peer_forward(peer, inputs), hooked_parts(peer)
     return {
-        "untraced forward": lambda: model(**inputs),
-        "empty": empty,
-        "to the logits": to_the_end,
-        "read all": read_all,
-        "read outputs": read_outputs,
-        "edit outputs": edit_all,
+        "peer": Work(forward),
+        "peer, one hook": Work(forward, lambda: hooks(parts[-1:])),
+        "peer, hooks": Work(forward, lambda: hooks(parts)),
     }
 
 
-def hot(work: Callable[[], Any], count: int = 500) -> float:
-    """The same again and again, with nothing in between to push it out of the caches."""
-    return median([timed(work) for _ in range(count)])
-
-
-def bare_edit(reps: int) -> float:
-    """The edit that `edit outputs` makes, on a tensor of nobody's: torch's own share of it."""
-    x = torch.zeros(1, 30, 64)
-
-    def edit() -> None:
-        x[0, 0, 0] += 0.0
-
-    return median([timed(edit) for _ in range(max(reps, 50))])
-
-
-def read_again(model: vlscope.StandardizedTransformer, inputs: dict[str, torch.Tensor], count: int = 1000) -> float:
-    with model.trace(**inputs):
-        block = model.layers[2]
-        _ = block.layer_output
-        start = time.perf_counter()
-        for _ in range(count):
-            _ = block.layer_output
-        return (time.perf_counter() - start) * 1e6 / count
-
-
-def read_next(model: vlscope.StandardizedTransformer, inputs: dict[str, torch.Tensor], count: int = 300) -> float:
-    """Reads at the two next locations, between which the forward computes nothing."""
-    times = []
-    for _ in range(count):
-        with model.trace(**inputs):
-            block = model.layers[0]
-            attention, projection = block.self_attn, block.self_attn.q_proj
-            _ = block.input_layernorm.output
-            start = time.perf_counter()
-            _ = attention.input, projection.input
-            times.append((time.perf_counter() - start) * 1e6 / 2)
-    return median(times)
-
-
-def theirs(models: tuple[Any, Any], inputs: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """transformers on the same checkpoint twice: plain, and with resident hooks."""
-
-    def forward(model: Any) -> Callable[[], Any]:
-        types = (inputs["input_ids"] == model.config.image_token_id).int()
-
-        def work() -> None:
-            with torch.no_grad():
-                model(**inputs, mm_token_type_ids=types, use_cache=False)
-
-        return work
-
-    return {"transformers": forward(models[0]), "transformers, hooks": forward(models[1])}
-
-
-def add_hooks(model: Any) -> int:
-    """Resident forward hooks that keep each block's parts' outputs; returns how many."""
-    parts = [
-        part
-        for block in model.model.language_model.layers
-        for part in (block.input_layernorm, block.self_attn.q_norm, block.self_attn.o_proj, block.mlp, block)
-    ]
-    for part in parts:
-        kept: list[torch.Tensor] = []
-
-        def keep(module: Any, arguments: Any, output: torch.Tensor, kept: list[torch.Tensor] = kept) -> None:
-            kept[:] = [output]
-
-        part.register_forward_hook(keep)
-    return len(parts)
-
-
-def import_time() -> float:
-    """Microseconds of `import vlscope` in a fresh interpreter that has torch; the least of three."""
-    script = "import time, torch; t = time.perf_counter(); import vlscope; print((time.perf_counter() - t) * 1e6)"
-    return min(float(subprocess.check_output([sys.executable, "-c", script])) for _ in range(3))
-
-
-def check(model: vlscope.StandardizedTransformer, inputs: dict[str, torch.Tensor], peer: Any) -> None:
-    """Nothing is timed that is not right: equal logits, and an edit that moves them."""
+def check(model: vlscope.StandardizedTransformer, inputs: Inputs, peer: Any) -> None:
+    """Nothing is timed that is not right: equal logits, and edits that move them."""
     plain = model(**inputs).logits
     with model.trace(**inputs):
-        model.vision.image_features[:] = 0
-        model.layers[0].deepstack_output[:] = 0
+        traced = model.logits.save()
+    with model.trace(**inputs):
+        model.layers[0].layer_output[:, -1] += 1.0
         edited = model.logits.save()
-    assert not torch.equal(plain, edited), "an edit did not move the logits"
+    with model.trace(**inputs):
+        model.layers[0].layer_output = torch.ones_like(model.layers[0].layer_output)
+        assigned = model.logits.save()
+    if not torch.equal(plain, traced):
+        raise AssertionError("a trace moved the logits")
+    for name, moved in (("edit", edited), ("assignment", assigned)):
+        if torch.allclose(plain, moved, rtol=1e-3, atol=1e-3):
+            raise AssertionError(f"an {name} did not move the logits")
     if peer is not None:
-        types = (inputs["input_ids"] == peer.config.image_token_id).int()
-        with torch.no_grad():
-            reference = peer(**inputs, mm_token_type_ids=types, use_cache=False).logits
-        torch.testing.assert_close(plain, reference, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(plain, peer_forward(peer, inputs)(), rtol=1e-4, atol=1e-4)
 
 
-def run(reps: int, peers: bool = True) -> list[dict[str, Any]]:
+def reads_in_place(model: vlscope.StandardizedTransformer, inputs: Inputs, reps: int) -> dict[str, list[float]]:
+    """Reads in the middle of a forward between which it computes nothing.
+
+    `first` is what another read costs when the forward has just run: its value was read already, but
+    Python and the way into the engine have left the caches. `next` is then that of the next location,
+    and `repeated` that of a value once more.
+    """
+    times: dict[str, list[float]] = {"first": [], "next": [], "repeated": []}
+    attention = model.layers[2].self_attn
+    projection, count = attention.q_proj, 100
+
+    def repeat() -> None:
+        for _ in range(count):
+            _ = projection.input
+
+    with no_collection():
+        for _ in range(reps):
+            with model.trace(**inputs):
+                _ = attention.input
+                times["first"].append(Work(lambda: attention.input).time())
+                times["next"].append(Work(lambda: projection.input).time())
+                times["repeated"].append(Work(repeat).time() / count)
+    return times
+
+
+def bare_hook(reps: int) -> list[float]:
+    """A resident hook's share in calling a module that does nothing, with everything in the caches."""
+    module, x, count = torch.nn.Identity(), torch.zeros(1), 100
+
+    def calls() -> None:
+        for _ in range(count):
+            module(x)
+
+    works = {"plain": Work(calls), "hooked": Work(calls, lambda: hooks([module]))}
+    times = interleaved(works, reps)
+    return slopes(times["hooked"], times["plain"], count)
+
+
+def import_times(count: int) -> list[float]:
+    """Microseconds of `import vlscope` in fresh interpreters that have imported torch."""
+    script = "import time, torch; t = time.perf_counter(); import vlscope; print((time.perf_counter() - t) * 1e6)"
+    return [float(subprocess.check_output([sys.executable, "-c", script])) for _ in range(count)]
+
+
+def our_rows(times: Times, works: dict[str, Work], blocks: int, reps: int) -> list[Row]:
+    peer = times.get("peer")
+    places = blocks * PLACES_PER_BLOCK
+    hook = slopes(times["peer, hooks"], times["peer"], places) if peer else None
+    quarter = row("", peer).us / FORWARD_SPEEDUP if peer else None
+    to_the_logits = slopes(times["to_the_logits"], times["forward"], 1)
+    read = slopes(times["read_many"], times["to_the_logits"], places)
+    edit = slopes(times["edit_many"], times["edit_others"], places)
+    assignment = slopes(times["assign_many"], times["to_the_logits"], places)
+    return [
+        row("untraced forward", times["forward"], target=quarter, peer=peer),
+        row("trace to the logits", times["to_the_logits"], peer=peer),
+        row("trace to the logits, over the untraced forward", to_the_logits),
+        row("empty trace", times["empty"], target=EMPTY_TRACE),
+        row("empty trace, again at once", again(works["empty"].run, reps), target=EMPTY_TRACE),
+        row("one read", read, target=READ, peer=hook),
+        row("one edit in place, over torch's own", edit, target=EDIT, peer=hook),
+        row("one assignment", assignment, target=EDIT, peer=hook),
+    ]
+
+
+def peer_rows(times: Times, blocks: int) -> list[Row]:
+    hook = slopes(times["peer, hooks"], times["peer"], blocks * PLACES_PER_BLOCK)
+    return [
+        row("transformers: forward", times["peer"]),
+        row("transformers: forward with one resident hook", times["peer, one hook"]),
+        row("transformers: one resident hook", hook),
+    ]
+
+
+def run(reps: int, peers: bool = True) -> list[Row]:
     model = vlscope.load("demo")
     red = vlscope.demo.picture("red", size=(64, 64))
     encoding = model.processor.encode_prompt(PROMPT, images=[red])
     inputs = {key: encoding[key] for key in ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")}
-    peer = None
-    works = ours(model, inputs)
-    if peers:
-        from transformers import Qwen3VLForConditionalGeneration
-
-        peer, hooked = (
-            Qwen3VLForConditionalGeneration.from_pretrained(model.folder, attn_implementation="sdpa").eval()
-            for _ in range(2)
-        )
-        hooks = add_hooks(hooked)
-        works |= theirs((peer, hooked), inputs)
+    peer = load_peer(model) if peers else None
     check(model, inputs, peer)
 
+    works = ours(model, inputs) | (theirs(peer, inputs) if peers else {})
     times = interleaved(works, reps)
-    half = {name: median(values) for name, values in times.items()}
-    reads = model.num_layers * (len(VALUES) + len(INSIDE))
-    edit = (half["edit outputs"] - half["read outputs"]) / model.num_layers
-    rows = [
-        row("untraced forward", half["untraced forward"], half.get("transformers")),
-        row("trace to the logits", half["to the logits"], half.get("transformers")),
-        row("empty trace", half["empty"]),
-        row("empty trace, after another", hot(works["empty"])),
-        row("one read", paired_slope(times["read all"], times["to the logits"], reads)),
-        row("one read, nothing computed since the last", read_next(model, inputs)),
-        row("one read again", statistics.median(read_again(model, inputs) for _ in range(9))),
-        row("one edit in place", edit - bare_edit(reps)),
-        row("import vlscope, after torch", import_time()),
+    rows = our_rows(times, works, model.num_layers, reps)
+    bare = bare_hook(reps)
+    reads = reads_in_place(model, inputs, reps)
+    rows += [
+        row("read again, first after computing", reads["first"], target=READ, peer=bare),
+        row("read of the next location, right after", reads["next"], target=READ, peer=bare),
+        row("read again and again", reads["repeated"], target=READ, peer=bare),
+        row("import vlscope, after torch", import_times(min(reps, 5)), target=IMPORT),
     ]
     if peers:
-        hook = paired_slope(times["transformers, hooks"], times["transformers"], hooks)
-        for entry in rows:
-            if entry["what"] in (
-                "one read",
-                "one read, nothing computed since the last",
-                "one read again",
-                "one edit in place",
-            ):
-                entry["peer"], entry["ratio"] = hook, entry["us"] / hook if hook > 0 else None
-        rows.append(row("transformers: one resident forward hook", hook))
-    return rows
+        rows += peer_rows(times, model.num_layers)
+    return [*rows, row("torch: one resident hook on a module that does nothing", bare)]
 
 
-def paired_slope(more: list[float], fewer: list[float], count: int) -> float:
-    """Cost of one of `count` additions: the median over runs of the difference to the run beside it."""
-    return statistics.median((a - b) / count for a, b in zip(more, fewer, strict=True))
+def load_peer(model: vlscope.StandardizedTransformer) -> Any:
+    from transformers import Qwen3VLForConditionalGeneration
+    from transformers.utils import logging
 
-
-def row(what: str, us: float, peer: float | None = None) -> dict[str, Any]:
-    target = TARGETS.get(what)
-    return {
-        "what": what,
-        "us": us,
-        "target": target,
-        "met": None if target is None else us <= target,
-        "peer": peer,
-        "ratio": None if peer is None else us / peer,
-    }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    def number(value: float | None) -> str:
-        return "" if value is None else f"{value:,.2f}"
-
-    verdict = {True: "met", False: "MISSED", None: ""}
-    lines = [f"{'':48}{'us':>12}{'target':>12}{'':>8}{'transformers':>14}{'ratio':>8}"]
-    for entry in rows:
-        lines.append(
-            f"{entry['what']:48}{number(entry['us']):>12}{number(entry['target']):>12}{verdict[entry['met']]:>8}"
-            f"{number(entry['peer']):>14}{number(entry['ratio']):>8}"
-        )
-    return "\n".join(lines)
+    logging.disable_progress_bar()
+    return Qwen3VLForConditionalGeneration.from_pretrained(model.folder, attn_implementation="sdpa").eval()
