@@ -1,20 +1,26 @@
 #include "hooks/trace.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
+#include "tests/hooks/message_of.h"
 
 namespace vlscope {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 /// y = 2 x, as a module.
@@ -34,6 +40,7 @@ class Chain : public Module {
  public:
   Chain() : Module(nullptr, "", kinds::linear) {}
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const {
+    trace.checkpoint();
     co_await trace.at(input, x);
     x = co_await a(trace, std::move(x));
     x = co_await b(trace, std::move(x));
@@ -69,16 +76,6 @@ class TraceTest : public ::testing::Test {
   std::shared_ptr<Tree> tree;
 };
 
-template <class E, class Work>
-std::string message_of(Work work) {
-  try {
-    work();
-  } catch (const E& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 TEST_F(TraceTest, NumbersTheLocationsInTheOrderOfTheForward) {
   std::vector<std::string> paths;
   for (const Location* location : tree->order()) paths.push_back(location->path());
@@ -107,8 +104,10 @@ TEST_F(TraceTest, WhatIsEditedOrAssignedIsWhatTheForwardGoesOnWith) {
 
 TEST_F(TraceTest, RefusesAValueOfAnotherShapeNamingBoth) {
   Trace run = trace();
-  EXPECT_THAT(message_of<InputError>([&] { run.write(output(chain.a), at::zeros({2, 4})); }),
-              ::testing::AllOf(HasSubstr("[2, 3] float32"), HasSubstr("[2, 4] float32")));
+  EXPECT_THAT(message_of<InputError>([&] {
+                run.write(output(chain.a), at::zeros({2, 4}));
+              }),
+              AllOf(HasSubstr("[2, 3] float32"), HasSubstr("[2, 4] float32")));
   EXPECT_TRUE(run.finish().equal(x * 8));
 }
 
@@ -116,7 +115,7 @@ TEST_F(TraceTest, APassedValueIsRefusedBeforeTheForwardMoves) {
   Trace run = trace();
   run.read(output(chain.b));
   EXPECT_THAT(message_of<OutOfOrderError>([&] { run.read(output(chain.a)); }),
-              ::testing::AllOf(HasSubstr("a.output"), HasSubstr("b.output")));
+              AllOf(HasSubstr("a.output"), HasSubstr("b.output")));
   EXPECT_TRUE(run.read(output(chain.c)).equal(x * 8));
 }
 
@@ -177,6 +176,125 @@ TEST_F(TraceTest, GradientsPassThroughAServedTensor) {
   at::Tensor value = run.read(output(chain.a)).requires_grad_();
   run.finish().sum().backward();
   EXPECT_TRUE(value.grad().equal(at::ones({2, 3}) * 4));
+}
+
+TEST_F(TraceTest, RefusesAValueOfAnotherDtypeOrDeviceOrNoneNamingBoth) {
+  Trace run = trace();
+  const auto refusal = [&](at::Tensor value) {
+    return message_of<InputError>([&] { run.write(output(chain.a), value); });
+  };
+  EXPECT_THAT(refusal(x.to(at::kDouble)),
+              AllOf(HasSubstr("a.output holds [2, 3] float32 on cpu"), HasSubstr("float64")));
+  EXPECT_THAT(refusal(x.to(at::kMeta)), AllOf(HasSubstr("on cpu"), HasSubstr("on meta")));
+  EXPECT_THAT(refusal(at::Tensor()), AllOf(HasSubstr("float32 on cpu"), HasSubstr("None")));
+  EXPECT_TRUE(run.finish().equal(x * 8));
+}
+
+TEST_F(TraceTest, FinishingTwiceGivesTheSameResultAndNothingIsReadBehindTheEnd) {
+  Trace run = trace();
+  const at::Tensor result = run.finish();
+  EXPECT_TRUE(run.finish().is_same(result));
+  EXPECT_THAT(message_of<OutOfOrderError>([&] { run.read(output(chain)); }),
+              HasSubstr("already stands at its end"));
+}
+
+TEST_F(TraceTest, AStoppedTraceKeepsWhatItServedAndServesNoMore) {
+  Trace run = trace();
+  const at::Tensor value = run.read(output(chain.a));
+  EXPECT_TRUE(run.open());
+  run.close();
+  EXPECT_FALSE(run.open());
+  EXPECT_TRUE(value.equal(x * 2));
+  EXPECT_THAT(message_of<OutOfOrderError>([&] { run.read(output(chain.b)); }),
+              AllOf(HasSubstr("b.output"), HasSubstr("ended")));
+  EXPECT_THROW(run.write(output(chain.b), x), OutOfOrderError);
+}
+
+TEST_F(TraceTest, WhatTheReaderDropsIsFreedAsTheForwardMovesOn) {
+  Trace run = trace();
+  const c10::weak_intrusive_ptr<c10::TensorImpl> held(run.read(output(chain.a)).getIntrusivePtr());
+  run.read(output(chain.b));
+  EXPECT_TRUE(held.expired());
+}
+
+TEST_F(TraceTest, ATraceDroppedHalfwayFreesWhatItHeld) {
+  auto run = std::make_unique<Trace>(tree, forward(x), Trace::Options{});
+  const c10::weak_intrusive_ptr<c10::TensorImpl> held(run->read(output(chain.b)).getIntrusivePtr());
+  run.reset();
+  EXPECT_TRUE(held.expired());
+}
+
+TEST_F(TraceTest, ALateEditIsFoundAtTheNextReadAndAtTheEnd) {
+  Trace run = trace();
+  const at::Tensor early = run.read(output(chain.a));
+  run.read(output(chain.b));
+  early[0].fill_(5);  // Through a view of it.
+  EXPECT_THAT(message_of<LateEditError>([&] { run.read(output(chain.c)); }),
+              AllOf(HasSubstr("a.output was edited"), HasSubstr("moved on to b.output")));
+  EXPECT_THROW(run.finish(), LateEditError);
+
+  Trace ended = trace();
+  const at::Tensor last = ended.read(output(chain.b));
+  ended.finish();
+  last.zero_();
+  EXPECT_THAT(message_of<LateEditError>([&] { ended.check_edits(); }), HasSubstr("its end"));
+}
+
+TEST_F(TraceTest, AnEditOfACopyIsNeverLate) {
+  Trace run = trace();
+  const at::Tensor copy = run.read(output(chain.a)).clone();
+  run.read(output(chain.b));
+  copy.zero_();
+  EXPECT_TRUE(run.finish().equal(x * 8));
+}
+
+TEST_F(TraceTest, EditsInOneTraceDoNotReachAnother) {
+  Trace edited = trace(), plain = trace();
+  edited.read(output(chain.a)).zero_();
+  EXPECT_TRUE(plain.read(output(chain.a)).equal(x * 2));
+  edited.write(output(chain.b), at::full_like(x, 3));
+  EXPECT_TRUE(plain.read(output(chain.b)).equal(x * 4));
+  EXPECT_TRUE(edited.finish().equal(x * 6));
+  EXPECT_TRUE(plain.finish().equal(x * 8));
+}
+
+TEST_F(TraceTest, RemembersWhereATensorWasServed) {
+  Trace run = trace();
+  const at::Tensor value = run.read(output(chain.a));
+  ASSERT_TRUE(run.site_of(value));
+  EXPECT_EQ(run.site_of(value)->path, "a.output");
+  EXPECT_EQ(run.position(), "a.output");
+  EXPECT_EQ(run.site_of(x + 1), nullptr);
+}
+
+TEST_F(TraceTest, InferenceModeReachesNeitherTheForwardNorWhatItServes) {
+  const c10::InferenceMode inference;
+  Trace run = trace();
+  const at::Tensor value = run.read(output(chain.a));
+  EXPECT_FALSE(value.is_inference());
+  const at::Tensor made_here = value + 1;
+  ASSERT_TRUE(made_here.is_inference());
+  run.write(output(chain.a), made_here);
+  EXPECT_FALSE(run.read(output(chain.a)).is_inference());
+  EXPECT_TRUE(run.finish().equal((x * 2 + 1) * 4));
+}
+
+TEST_F(TraceTest, AnInterruptEndsTheForward) {
+  Trace run = trace();
+  Trace::interrupt_check = [] { throw std::runtime_error("interrupted"); };
+  EXPECT_THAT(message_of<std::runtime_error>([&] { run.read(output(chain.a)); }), "interrupted");
+  Trace::interrupt_check = nullptr;
+  EXPECT_THAT(message_of<OutOfOrderError>([&] { run.finish(); }), HasSubstr("failed"));
+}
+
+TEST_F(TraceTest, GradientsReachTheCallersTensorThroughItsCopy) {
+  const at::Tensor leaf = at::ones({2, 3}).requires_grad_();
+  Trace::Options options;
+  options.foreign = {leaf};
+  Trace run(tree, forward(leaf), std::move(options));
+  EXPECT_FALSE(run.read(input(chain)).is_same(leaf));
+  run.finish().sum().backward();
+  EXPECT_TRUE(leaf.grad().equal(at::ones({2, 3}) * 8));
 }
 
 }  // namespace
