@@ -65,6 +65,7 @@ PYBIND11_MODULE(_core, module) {
   vlscope::log_to_python();
   vlscope::register_values(module);
   vlscope::register_trace(module);
+  vlscope::register_access(module);
   vlscope::register_model(module);
   vlscope::register_processing(module);
 }

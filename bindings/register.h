@@ -7,6 +7,7 @@ namespace vlscope {
 
 void register_values(pybind11::module_& module);
 void register_trace(pybind11::module_& module);
+void register_access(pybind11::module_& module);
 void register_model(pybind11::module_& module);
 void register_processing(pybind11::module_& module);
 

@@ -68,10 +68,16 @@ at::Tensor RunningTrace::read_element(int index, int element_index) {
   return trace_->read(element(index, element_index));
 }
 
+bool RunningTrace::writable(int index) const {
+  return site(index).read_only.empty() && site(index).unavailable.empty();
+}
+
 void RunningTrace::write(int index, at::Tensor value) {
   const Use use(*this);
+  const Site& wanted = site(index);
+  if (trace_->stands_at(wanted)) return trace_->write(wanted, std::move(value));
   const py::gil_scoped_release released;
-  trace_->write(site(index), std::move(value));
+  trace_->write(wanted, std::move(value));
 }
 
 void RunningTrace::write_element(int index, int element_index, at::Tensor value) {

@@ -21,6 +21,8 @@ class RunningTrace {
   /// The element `index` of the list that starts at `site`.
   at::Tensor read_element(int site, int index);
   void write(int site, at::Tensor value);
+  /// False if the site is never assigned, or never served.
+  bool writable(int site) const;
   void write_element(int site, int index, at::Tensor value);
   /// Tensors offered at the site's location, from the site's slot on.
   int count_from(int site);

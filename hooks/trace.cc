@@ -317,6 +317,8 @@ bool Trace::stands_on(const void* storage) const {
 }
 
 void Trace::check_edits() {
+  // Nobody can edit what nobody holds any more.
+  std::erase_if(notes_, [](const Note& note) { return note.counter.unique(); });
   for (Note& note : notes_) {
     const std::uint32_t version = note.counter.current_version();
     if (version == note.version) continue;

@@ -164,13 +164,17 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   options.foreign = {inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
                      inputs.image_grid_thw};
   inputs = checked(std::move(inputs), config());
-  note_weight_edits();
   return std::make_unique<Trace>(
       tree_,
       [self = shared_from_this(), inputs = std::move(inputs)](Trace& running) {
-        return self->root_->forward(running, inputs);
+        return self->run(running, inputs);
       },
       std::move(options));
+}
+
+Flow<at::Tensor> Model::run(Trace& trace, Inputs inputs) {
+  note_weight_edits();
+  co_return co_await root_->forward(trace, std::move(inputs));
 }
 
 at::Tensor Model::forward(Inputs inputs) { return trace(std::move(inputs))->finish(); }

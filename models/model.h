@@ -41,7 +41,8 @@ class Model : public std::enable_shared_from_this<Model> {
   /// Every weight that a checkpoint of this model holds.
   std::vector<WeightSpec> weights() const;
 
-  /// Opens a trace; nothing is computed yet. Logs the weights that were edited since the last one.
+  /// Opens a trace; nothing is computed yet. Once it runs, it logs the weights that were edited
+  /// since the last one ran.
   /// @throws InputError if the inputs do not fit, before any compute
   std::unique_ptr<Trace> trace(Inputs inputs);
   /// The whole forward without stops: logits `[batch, kept, vocab]`.
@@ -54,6 +55,7 @@ class Model : public std::enable_shared_from_this<Model> {
  private:
   Model(std::unique_ptr<CausalLM> root, Attention attention);
   void number();
+  Flow<at::Tensor> run(Trace& trace, Inputs inputs);
   void list(Inputs inputs, const Trace::Visitor& visitor) const;
   void note_weight_edits();
 

@@ -68,6 +68,24 @@ class Trace:
     def site_of(self, tensor: torch.Tensor) -> str | None: ...
     def position(self) -> str: ...
 
+class TracerBase:
+    _model: Any
+    _core: Any
+
+class ModuleBase:
+    _model: Any
+    _tracer: Any
+    _index: int
+    _inputs: int
+    _outputs: int
+    _values: int
+
+class Accessor:
+    def __new__(cls, first: str, offset: int) -> Accessor: ...
+    def __call__(self, module: Any, value: Any = None) -> Any: ...
+
+OPEN: Any
+
 class Model:
     loaded: bool
     dtype: torch.dtype

@@ -21,7 +21,7 @@ from .tree import CausalLM, ModuleList, Record, plant
 __all__ = ["StandardizedTransformer", "load", "weight_counts"]
 
 _TASKS = ("image-text-to-text", "text-generation")
-_TENSORS = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
+_TENSORS = frozenset(("input_ids", "attention_mask", "pixel_values", "image_grid_thw"))
 #: Part of a processor's encoding, and not needed: positions follow from the ids and the grids.
 _IGNORED = ("mm_token_type_ids", "token_type_ids")
 _ELSEWHERE = {
@@ -129,6 +129,7 @@ class StandardizedTransformer(CausalLM):
         "_copy",
         "_core",
         "_device",
+        "_dispatched",
         "_dtype",
         "_entries",
         "_folder",
@@ -168,6 +169,7 @@ class StandardizedTransformer(CausalLM):
         self._dtype, self._device = dtype or torch_dtype, _check_device(device)
         self._copy = copy
         self._lock = threading.Lock()
+        self._dispatched = False
         self._config = core.config()
         self._entries = core.modules()
         self._sites = core.sites()
@@ -217,16 +219,17 @@ class StandardizedTransformer(CausalLM):
     @property
     def dispatched(self) -> bool:
         """True once the weights are there."""
-        return self._core.loaded
+        return self._dispatched
 
     def dispatch(self) -> None:
         """Load the weights, if they are not there yet."""
-        if self._core.loaded:
+        if self._dispatched:
             return
         with self._lock:
-            if self._core.loaded:
+            if self._dispatched:
                 return
             report = self._core.load(self._folder, self._dtype, self._device, self._copy)
+            self._dispatched = True
         if report["ignored"]:
             names = ", ".join(report["ignored"])
             logging.getLogger("vlscope").warning(
@@ -277,31 +280,25 @@ class StandardizedTransformer(CausalLM):
         if text is not None and prompt is not None:
             raise TypeError("give the prompt once: as the first argument or as text=")
         prompt = text if prompt is None else prompt
-        self._check_names(tensors)
         if isinstance(prompt, Mapping) and "input_ids" in prompt and not images and not videos:
-            self._check_names(prompt)
             tensors, prompt = {**prompt, **tensors}, None
         if prompt is not None:
             if "input_ids" in tensors:
                 raise TypeError("give a prompt or input_ids, not both")
+            _refuse_unknown(tensors)
             tensors = {**self._encode(prompt, images, videos), **tensors}
         elif images is not None or videos is not None:
             raise InputError("images were given without a prompt: give the prompt too")
         elif tensors.get("input_ids") is None:
+            _refuse_unknown(tensors)
             raise InputError("there is no prompt: give a prompt or input_ids")
-        return _core.Inputs(
-            **{name: _as_tensor(name, tensors.get(name)) for name in _TENSORS},
-            logits_to_keep=logits_to_keep,
-        )
-
-    def _check_names(self, names: Mapping[str, Any]) -> None:
-        for name, value in names.items():
-            if name in _TENSORS or name in _IGNORED or value is None:
-                continue
-            if name in ("pixel_values_videos", "video_grid_thw"):
-                raise Unavailable(f"{name} was given: videos are not served by this version")
-            reason = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-            raise TypeError(f"a trace takes no argument {name!r}{reason}")
+        if not tensors.keys() <= _TENSORS:
+            _refuse_unknown(tensors)
+            tensors = {name: tensors[name] for name in _TENSORS & tensors.keys()}
+        for name, value in tensors.items():
+            if not isinstance(value, torch.Tensor):
+                tensors[name] = _as_tensor(name, value)
+        return _core.Inputs(logits_to_keep=logits_to_keep, **tensors)
 
     def _encode(self, prompt: Any, images: Any, videos: Any) -> Mapping[str, Any]:
         if images is not None and self.task == "text-generation":
@@ -459,6 +456,16 @@ class StandardizedTransformer(CausalLM):
             "a StandardizedTransformer holds mapped weights and cannot be copied or pickled: load it "
             f"again by vlscope.load({self.repo_id!r})"
         )
+
+
+def _refuse_unknown(names: Mapping[str, Any]) -> None:
+    for name, value in names.items():
+        if name in _TENSORS or name in _IGNORED or value is None:
+            continue
+        if name in ("pixel_values_videos", "video_grid_thw"):
+            raise Unavailable(f"{name} was given: videos are not served by this version")
+        reason = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        raise TypeError(f"a trace takes no argument {name!r}{reason}")
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor | None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from . import _core
-from .errors import OutOfOrderError
 from .tree import KINDS, OPEN, Module, plant
 
 if TYPE_CHECKING:
@@ -17,10 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["InvokeTracer", "Saved", "StopTrace", "Tracer", "save"]
 
 T = TypeVar("T")
-
-
-def _not_open(*_: Any) -> NoReturn:
-    raise OutOfOrderError("this trace is not open: its values can be read and written inside its `with` block only")
 
 
 class StopTrace(Exception):
@@ -96,12 +91,14 @@ class _Block:
         return lambda: None
 
 
-class Tracer(_Block):
+class Tracer(_core.TracerBase, _Block):
     """One forward, open inside `with model.trace(prompt) as tracer:`.
 
     A tracer has the whole tree too: `tracer.layers[3].layer_output` is that value of this forward,
     whichever other trace is open. The forward runs only as far as the last value read.
     """
+
+    _tree: Module | None
 
     def __init__(
         self,
@@ -110,34 +107,35 @@ class Tracer(_Block):
         on_exit: Callable[[Tracer], None] | None = None,
     ) -> None:
         self._model = model
-        self._inputs = inputs
-        self._on_exit = on_exit
-        self._core: Any = None
-        self._tree: Module | None = None
-        self._read: Callable[[int], Any] = _not_open
-        self._write: Callable[[int, Any], None] = _not_open
-        self.saved = Saved()
+        # One call in place of one __setattr__ each: opening a trace is to cost next to nothing.
+        vars(self).update(_inputs=inputs, _on_exit=on_exit, _tree=None, saved=Saved())
 
     def __enter__(self) -> Tracer:
-        if self._core is not None:
+        inputs = vars(self).pop("_inputs", None)
+        if inputs is None:
             raise ValueError("a tracer is used once: call model.trace(...) again")
-        self._model.dispatch()
-        self._core = self._model._core.trace(self._inputs)
-        self._read, self._write = self._core.read, self._core.write
+        model = self._model
+        if not model._dispatched:
+            model.dispatch()
+        self._core = model._core.trace(inputs)
         OPEN.set((*OPEN.get(), self))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
-        OPEN.set(tuple(tracer for tracer in OPEN.get() if tracer is not self))
+        tracers = OPEN.get()
+        innermost = tracers and tracers[-1] is self
+        OPEN.set(tracers[:-1] if innermost else tuple(tracer for tracer in tracers if tracer is not self))
         stopped = isinstance(error, StopTrace) and error.tracer is self
+        core = self._core
         try:
             if error is None or stopped:
-                self._core.check_edits()
+                core.check_edits()
         finally:
-            self._core.close()
-            self._read = self._write = _not_open
+            core.close()
+            self._core = None
             self._tree = None  # it refers back to this tracer, and so would keep what was saved
-            _release_views(self.saved)
+            if self.saved:
+                _release_views(self.saved)
             if self._on_exit:
                 self._on_exit(self)
         return stopped
@@ -168,7 +166,7 @@ class Tracer(_Block):
             setattr(self.root, name, value)
 
     def __repr__(self) -> str:
-        state = "not open" if self._read is _not_open else f"at {self._core.position()}"
+        state = "not open" if self._core is None else f"at {self._core.position()}"
         return f"<Tracer {state}, saved: {', '.join(self.saved) or 'nothing'}>"
 
     def __reduce__(self) -> NoReturn:
@@ -224,7 +222,7 @@ def save(value: T) -> T:
     Nothing is copied: a later edit in place shows, `save(x.clone())` is a snapshot.
     Raises `ValueError` outside any trace.
     """
-    tracers = OPEN.get()
+    tracers = [tracer for tracer in OPEN.get() if tracer._core is not None]
     if not tracers:
         raise ValueError("nothing is being traced: save inside `with model.trace(prompt): ...`")
     if isinstance(value, torch.Tensor):

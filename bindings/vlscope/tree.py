@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from . import _core, layouts
-from .errors import InputError, Unavailable
+from .errors import InputError, OutOfOrderError, Unavailable
 
 if TYPE_CHECKING:
+    from contextvars import ContextVar
+
     from .model import StandardizedTransformer
     from .trace import Tracer
 
@@ -28,7 +29,7 @@ __all__ = ["KINDS", "OPEN", "SIZES_OF", "Module", "ModuleList", "Record", "Value
 
 
 #: Tracers whose blocks the current task is in, innermost last.
-OPEN: ContextVar[tuple[Tracer, ...]] = ContextVar("vlscope_open_tracers", default=())
+OPEN: ContextVar[tuple[Tracer, ...]] = _core.OPEN
 
 
 def near_names(name: str, known: Sequence[str]) -> str:
@@ -89,24 +90,11 @@ class Value(property):
     dims: tuple[str, ...]
 
     def __init__(self, declared: _core.Value, offset: int) -> None:
-        def read(host: Module) -> torch.Tensor:
-            # Module._open, written out: this is what a read costs.
-            tracer = host._tracer
-            if tracer is None:
-                tracers = OPEN.get()
-                if tracers and tracers[-1]._model is host._model:
-                    tracer = tracers[-1]
-                else:
-                    tracer = host._open(host._values + offset)
-            return tracer._read(host._values + offset)
-
-        def write(host: Module, value: torch.Tensor) -> None:
-            host._write(host._values + offset, value)
-
         axes = f"[{declared.dims}]" if declared.dims else "unavailable"
         note = declared.read_only or declared.unavailable
         doc = f"{declared.layout} {axes}: {declared.description}." + (f" {note}." if note else "")
-        super().__init__(read, write)
+        access = _core.Accessor("values", offset)
+        super().__init__(access, access)
         self.__doc__ = doc
         self.name = declared.name
         self.layout = getattr(layouts, declared.layout)
@@ -144,28 +132,16 @@ class ModuleList(Sequence["Module"]):
         return f"<{self._path}: {len(self)} x {type(self._items[0]).__name__}>"
 
 
-class Module:
+class Module(_core.ModuleBase):
     """A module of the model. Inside a trace its values are live tensors."""
 
-    __slots__ = (
-        "__weakref__",
-        "_children",
-        "_index",
-        "_inputs",
-        "_model",
-        "_outputs",
-        "_parameters",
-        "_path",
-        "_site_path",
-        "_tracer",
-        "_values",
-    )
+    __slots__ = ("__weakref__", "_children", "_parameters", "_path", "_site_path")
     _kind: _core.Kind
 
     def _place(self, model: StandardizedTransformer, entry: Mapping[str, Any], index: int, tracer: Any) -> None:
         """Bind to one entry of the engine's list of modules."""
         self._model = model
-        self._tracer: Tracer | None = tracer
+        self._tracer = tracer
         self._index = index
         self._children: dict[str, Any] = {}
         self._path = entry["path"]
@@ -178,11 +154,10 @@ class Module:
     # --- reading and writing ---
 
     def _open(self, site: int) -> Tracer:
-        """The trace that a read of `site` belongs to: the bound one, else the innermost of the model."""
-        if self._tracer is not None:
-            return self._tracer
-        for tracer in reversed(OPEN.get()):
-            if tracer._model is self._model:
+        """The open tracer that a read of `site` belongs to: the bound one, else the innermost of the model."""
+        candidates = reversed(OPEN.get()) if self._tracer is None else (self._tracer,)
+        for tracer in candidates:
+            if tracer._model is self._model and tracer._core is not None:
                 return tracer
         raise self._refusal(site)
 
@@ -191,6 +166,11 @@ class Module:
         place = self._model._sites[site]
         if place.unavailable:
             return Unavailable(f"{place.path} is unavailable: {place.unavailable}")
+        if self._tracer is not None:
+            return OutOfOrderError(
+                f"{place.path} was asked of a trace that is not open: its values can be read and written inside "
+                "its `with` block only"
+            )
         return ValueError(
             f"{place.path} exists only while a forward runs: read it inside "
             "`with model.trace(prompt): ...`, and keep it with .save()."
@@ -208,7 +188,7 @@ class Module:
                 f"{place.path} takes a tensor, not {type(value).__name__}. To fill it, edit in "
                 f"place: {place.path}[:] = ..."
             )
-        tracer._write(site, value)
+        tracer._core.write(site, value)
 
     def _read_fields(self, fields: Sequence[_core.Field], site: int) -> list[Any]:
         tracer = self._open(site)
@@ -220,10 +200,10 @@ class Module:
                 parts.append(elements or None)
                 site += 1
             elif field.slots == 1:
-                parts.append(tracer._read(site))
+                parts.append(tracer._core.read(site))
                 site += 1
             else:
-                parts.append(tuple(tracer._read(site + k) for k in range(field.slots)))
+                parts.append(tuple(tracer._core.read(site + k) for k in range(field.slots)))
                 site += field.slots
         return parts
 
@@ -242,14 +222,9 @@ class Module:
                     self._open(site)._core.write_element(site, k, element)
             site += 1 if field.slots < 0 else field.slots
 
-    @property
-    def input(self) -> torch.Tensor:
-        """The first argument of the module's call, positional or keyword."""
-        return self._open(self._inputs)._read(self._inputs)
-
-    @input.setter
-    def input(self, value: torch.Tensor) -> None:
-        self._write(self._inputs, value)
+    input = property(
+        *[_core.Accessor("inputs", 0)] * 2, doc="The first argument of the module's call, positional or keyword."
+    )
 
     @property
     def inputs(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
@@ -272,8 +247,6 @@ class Module:
     @property
     def output(self) -> Any:
         """What the call returned: a tensor, a tuple, or a record with named parts."""
-        if self._kind.form == _core.Form.tensor:
-            return self._open(self._outputs)._read(self._outputs)
         fields = self._kind.outputs
         parts = self._read_fields(fields, self._outputs)
         if self._kind.form == _core.Form.tuple:
@@ -282,9 +255,6 @@ class Module:
 
     @output.setter
     def output(self, value: Any) -> None:
-        if self._kind.form == _core.Form.tensor:
-            self._write(self._outputs, value)
-            return
         fields = self._kind.outputs
         if self._kind.form == _core.Form.record:
             value = [value[field.name] for field in fields]
@@ -411,9 +381,14 @@ class Module:
     __deepcopy__ = __copy__ = lambda self, memo=None: self.__reduce__()
 
 
+_TENSOR_OUTPUT = property(*[_core.Accessor("outputs", 0)] * 2, doc="The tensor that the call returned.")
+
+
 def _make_class(kind: _core.Kind) -> type[Module]:
     values = {value.name: Value(value, offset) for offset, value in enumerate(kind.values)}
     namespace = {"__slots__": (), "__doc__": kind.doc, "__module__": __name__, "_kind": kind}
+    if kind.form == _core.Form.tensor:
+        namespace["output"] = _TENSOR_OUTPUT
     return type(kind.name, (Module,), {**namespace, **values})
 
 
