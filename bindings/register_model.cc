@@ -28,7 +28,8 @@ Inputs make_inputs(MaybeTensor input_ids, MaybeTensor attention_mask, MaybeTenso
           pixel_values.value_or(at::Tensor()),
           image_grid_thw.value_or(at::Tensor()),
           logits_to_keep,
-          {}};
+          {},
+          nullptr};
 }
 
 Attention attention_by_name(const std::string& name) {
@@ -146,7 +147,11 @@ void register_model(py::module_& module) {
   py::class_<Inputs>(module, "Inputs", "The tensors of one forward.")
       .def(py::init(&make_inputs), py::arg("input_ids"), py::arg("attention_mask") = py::none(),
            py::arg("pixel_values") = py::none(), py::arg("image_grid_thw") = py::none(),
-           py::arg("logits_to_keep") = 0);
+           py::arg("logits_to_keep") = 0)
+      .def_readonly("input_ids", &Inputs::input_ids);
+
+  module.def("following", &following, py::arg("inputs"), py::arg("tokens"),
+             "The step of a generation after `inputs`.");
 
   py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A module tree and its weights.")
       .def_static("build", &build, py::arg("config_json"), py::arg("where"), py::arg("attention"),
@@ -176,6 +181,7 @@ void register_model(py::module_& module) {
            [](const std::shared_ptr<Model>& self, Inputs inputs) {
              return std::make_unique<RunningTrace>(self, self->trace(std::move(inputs)));
            })
+      .def("generation_prompt", &Model::generation_prompt, py::arg("inputs"), py::arg("capacity"))
       .def(
           "forward", [](Model& self, Inputs inputs) { return self.forward(std::move(inputs)); },
           py::call_guard<py::gil_scoped_release>())

@@ -42,6 +42,13 @@ void RunningTrace::check_edits() {
   trace_->check_edits();
 }
 
+void RunningTrace::hand_over(RunningTrace& next) {
+  const Use use(*this), use_next(next);
+  next.trace_->inherit(*trace_);
+  next.elements_ = elements_;
+  trace_->close();
+}
+
 void RunningTrace::close() {
   if (user_.load() == std::this_thread::get_id()) const Use use(*this);  // Throws: see there.
   const py::gil_scoped_release released;
@@ -110,12 +117,12 @@ std::optional<std::string> RunningTrace::site_of(const at::Tensor& tensor) const
 
 const Site& RunningTrace::element(int index, int element_index) {
   const int slot = site(index).slot + element_index;
-  for (const Site& known : elements_) {
+  for (const Site& known : *elements_) {
     if (known.location == site(index).location && known.slot == slot) return known;
   }
-  elements_.push_back(site(index));
-  elements_.back().slot = slot;
-  return elements_.back();
+  elements_->push_back(site(index));
+  elements_->back().slot = slot;
+  return elements_->back();
 }
 
 void register_trace(py::module_& module) {
@@ -130,6 +137,7 @@ void register_trace(py::module_& module) {
       .def("replace", &RunningTrace::replace)
       .def("finish", &RunningTrace::finish)
       .def("check_edits", &RunningTrace::check_edits)
+      .def("hand_over", &RunningTrace::hand_over)
       .def("close", &RunningTrace::close)
       .def("site_of", &RunningTrace::site_of)
       .def("position", &RunningTrace::position);

@@ -29,6 +29,8 @@ class RunningTrace {
   void replace(int module, at::Tensor value);
   at::Tensor finish();
   void check_edits();
+  /// Ends this trace in favour of the next step of the same generation.
+  void hand_over(RunningTrace& next);
   /// Waits for a thread that is still inside.
   void close();
   std::optional<std::string> site_of(const at::Tensor& tensor) const;
@@ -53,7 +55,8 @@ class RunningTrace {
   std::shared_ptr<Model> model_;
   std::unique_ptr<Trace> trace_;
   std::atomic<std::thread::id> user_{std::thread::id()};
-  std::deque<Site> elements_;  ///< Sites of list elements; addresses must stay.
+  /// Sites of list elements; addresses must stay, also for the steps that follow.
+  std::shared_ptr<std::deque<Site>> elements_ = std::make_shared<std::deque<Site>>();
 };
 
 }  // namespace vlscope

@@ -333,6 +333,12 @@ void Trace::check_edits() {
   }
 }
 
+void Trace::inherit(Trace& earlier) {
+  notes_ = std::move(earlier.notes_);
+  records_ = std::move(earlier.records_);
+  std::erase_if(records_, [](const Record& record) { return record.tensor.expired(); });
+}
+
 const Site* Trace::site_of(const at::Tensor& tensor) const {
   for (auto record = records_.rbegin(); record != records_.rend(); ++record) {
     if (record->tensor._unsafe_get_target() == tensor.unsafeGetTensorImpl()) return record->site;

@@ -120,6 +120,9 @@ class Trace {
   at::Tensor finish();
   /// Throws LateEditError if a served tensor was edited after the forward had moved on.
   void check_edits();
+  /// Goes on watching what an earlier run of the same model served: its late edits are seen here,
+  /// and its tensors keep their sites.
+  void inherit(Trace& earlier);
   /// Drops the forward where it stands. Values already served stay valid.
   void close();
 

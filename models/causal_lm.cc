@@ -50,6 +50,7 @@ Flow<at::Tensor> CausalLM::forward(Trace& trace, Inputs inputs) const {
 // behind them) pays for all rows. Probabilities of logits that the reader has changed come from
 // those.
 Flow<at::Tensor> CausalLM::head(Trace& trace, at::Tensor hidden, const Inputs& inputs) const {
+  const std::int64_t positions = inputs.attention_mask.size(1);
   const at::Tensor last = last_tokens(inputs.attention_mask);
   at::Tensor scores, probs;
   bool edited = false;
@@ -57,8 +58,8 @@ Flow<at::Tensor> CausalLM::head(Trace& trace, at::Tensor hidden, const Inputs& i
     const bool probs_alone = trace.wants(lm_head.output, kNextTokenProbs);
     if (probs_alone || trace.listing()) {
       const at::Tensor rows =
-          edited ? rows_at(scores, last - (inputs.input_ids.size(1) - scores.size(1)))
-                 : lm_head.apply(rows_at(hidden, last));
+          edited ? rows_at(scores, last - (positions - scores.size(1)))
+                 : lm_head.apply(rows_at(hidden, last - (positions - hidden.size(1))));
       probs = at::softmax(rows, -1);
     }
     if (!probs_alone && !scores.defined()) {

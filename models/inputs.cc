@@ -1,6 +1,9 @@
 #include "models/inputs.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/amax.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
@@ -193,6 +196,7 @@ Inputs checked(Inputs inputs, const Config& config) {
   inputs.input_ids = integers(inputs.input_ids, "input_ids", 2);
   check_ids(inputs.input_ids, config.text.vocab_size);
 
+  if (inputs.cache && inputs.past() > 0) return inputs;  // The rest was checked with the prompt.
   if (!inputs.attention_mask.defined()) inputs.attention_mask = at::ones_like(inputs.input_ids);
   if (inputs.attention_mask.dim() == 1) {
     inputs.attention_mask = inputs.attention_mask.unsqueeze(0);
@@ -223,6 +227,34 @@ Inputs checked(Inputs inputs, const Config& config) {
   }
   inputs.position_ids = mrope_positions(inputs, config);
   return inputs;
+}
+
+Inputs generation_prompt(Inputs inputs, const Config& config, std::int64_t capacity) {
+  inputs = checked(std::move(inputs), config);
+  const at::Tensor last = inputs.attention_mask.select(1, -1);
+  if (!last.all().item<bool>()) {
+    throw InputError(fmt::format(
+        "attention_mask is 0 at the last position of row {}: what is generated follows there. Pad "
+        "prompts on the left.",
+        last.argmin().item<std::int64_t>()));
+  }
+  inputs.logits_to_keep = 1;
+  const auto blocks = static_cast<std::size_t>(config.text.num_hidden_layers);
+  inputs.cache = std::make_shared<KeyValueCache>(blocks, inputs.input_ids.size(1) + capacity);
+  return inputs;
+}
+
+Inputs following(const Inputs& inputs, const at::Tensor& tokens) {
+  Inputs next;
+  next.input_ids = tokens.to(at::kCPU, at::kLong).unsqueeze(1);
+  next.attention_mask =
+      at::cat({inputs.attention_mask, at::ones({tokens.size(0), 1}, at::kLong)}, 1);
+  // Text counts on from the largest position so far, on all axes.
+  const at::Tensor largest = inputs.position_ids.amax(std::array<std::int64_t, 2>{0, 2});
+  next.position_ids = (largest + 1).unsqueeze(1).expand({3, -1, -1});
+  next.logits_to_keep = inputs.logits_to_keep;
+  next.cache = inputs.cache;
+  return next;
 }
 
 at::Tensor mrope_positions(const Inputs& inputs, const Config& config) {

@@ -3,21 +3,29 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 #include "models/config.h"
+#include "models/text/cache.h"
 
 namespace vlscope {
 
 /// The tensors of one forward, as the caller has them.
 struct Inputs {
   at::Tensor input_ids;       ///< `[batch, seq]` int64, image placeholders expanded
-  at::Tensor attention_mask;  ///< `[batch, seq]` int64, 1 on tokens and 0 on padding
+  at::Tensor attention_mask;  ///< `[batch, past + seq]` int64, 1 on tokens and 0 on padding
   at::Tensor pixel_values;    ///< `[patches, channels * frames * side * side]`, or undefined
   at::Tensor
       image_grid_thw;  ///< `[images, 3]` int64 in patches: frames, rows, columns; or undefined
   std::int64_t logits_to_keep = 0;  ///< Logits of that many last positions only; 0 is all.
   at::Tensor position_ids;  ///< `[3, batch, seq]` int64, see mrope_positions; made by `checked`
+  std::shared_ptr<KeyValueCache> cache = nullptr;  ///< Of a generation; filled by its forwards.
+
+  /// Positions that earlier steps of a generation have put into the cache.
+  std::int64_t past() const {
+    return attention_mask.defined() ? attention_mask.size(-1) - input_ids.size(-1) : 0;
+  }
 };
 
 /// Grid of one image, in patches.
@@ -30,6 +38,16 @@ struct Grid {
 /// checks everything against the config and against each other.
 /// @throws InputError naming what disagrees, before any compute.
 Inputs checked(Inputs inputs, const Config& config);
+
+/// The prompt of a generation: checked, with an empty cache, and with logits of the last position
+/// only.
+/// @param capacity tokens that may follow the prompt.
+/// @throws InputError what `checked` throws, and where a prompt does not end at its last position.
+Inputs generation_prompt(Inputs inputs, const Config& config, std::int64_t capacity);
+
+/// The step after `inputs`: the tokens chosen there, `[batch]`, one position further. Images and
+/// everything else before are in the cache.
+Inputs following(const Inputs& inputs, const at::Tensor& tokens);
 
 /// The rows of `image_grid_thw`; empty if there is none.
 std::vector<Grid> grids_of(const at::Tensor& image_grid_thw);

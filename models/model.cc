@@ -177,6 +177,10 @@ Flow<at::Tensor> Model::run(Trace& trace, Inputs inputs) {
   co_return co_await root_->forward(trace, std::move(inputs));
 }
 
+Inputs Model::generation_prompt(Inputs inputs, std::int64_t capacity) const {
+  return vlscope::generation_prompt(std::move(inputs), config(), capacity);
+}
+
 at::Tensor Model::forward(Inputs inputs) { return trace(std::move(inputs))->finish(); }
 
 at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {

@@ -45,6 +45,9 @@ class Model : public std::enable_shared_from_this<Model> {
   /// since the last one ran.
   /// @throws InputError if the inputs do not fit, before any compute
   std::unique_ptr<Trace> trace(Inputs inputs);
+  /// The first step of a generation, for `trace`; see generation_prompt. Its last positions' logits
+  /// give the tokens for `following`.
+  Inputs generation_prompt(Inputs inputs, std::int64_t capacity) const;
   /// The whole forward without stops: logits `[batch, kept, vocab]`.
   at::Tensor forward(Inputs inputs);
   /// Final norm and head on a stream `[..., hidden]`.

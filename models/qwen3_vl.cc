@@ -1,6 +1,7 @@
 #include "models/qwen3_vl.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/zeros_like.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -116,11 +117,13 @@ Qwen3VLText::Qwen3VLText(Module* parent, std::string name, const TextConfig& con
   }
 }
 
-at::Tensor Qwen3VLText::mask(const at::Tensor& attention_mask, at::ScalarType dtype) const {
-  if (eager_) return ops::additive_mask(ops::causal_mask(attention_mask), dtype);
+at::Tensor Qwen3VLText::mask(const Input& in) const {
+  const std::int64_t queries = in.inputs_embeds.size(1), keys = in.attention_mask.size(1);
   // Without padding the fused kernels know the causal mask by themselves.
-  if (attention_mask.all().item<bool>()) return {};
-  return ops::causal_mask(attention_mask);
+  const bool plain = queries == keys || queries == 1;
+  if (!eager_ && plain && in.attention_mask.all().item<bool>()) return {};
+  const at::Tensor allowed = ops::causal_mask(in.attention_mask, queries);
+  return eager_ ? ops::additive_mask(allowed, in.inputs_embeds.scalar_type()) : allowed;
 }
 
 Flow<at::Tensor> Qwen3VLText::operator()(Trace& trace, Input in) const {
@@ -129,13 +132,15 @@ Flow<at::Tensor> Qwen3VLText::operator()(Trace& trace, Input in) const {
   for (at::Tensor& level : in.deepstack) arguments.push_back(&level);
   co_await trace.at_all(input, std::move(arguments));
 
-  at::Tensor x = std::exchange(in.inputs_embeds, {});
   TextContext context;
-  context.mask = mask(in.attention_mask, x.scalar_type());
+  context.mask = mask(in);
+  context.past = in.attention_mask.size(1) - in.inputs_embeds.size(1);
+  at::Tensor x = std::exchange(in.inputs_embeds, {});
   if (context.mask.defined()) context.mask = context.mask.to(x.device());
   context = co_await rotary_emb(trace, x, in.position_ids, context);
 
   for (std::size_t k = 0; k < layers.size(); ++k) {
+    if (in.cache) context.cache = &in.cache->block(k);
     x = co_await (*layers[k])(trace, std::move(x), context);
     if (k < deepstack_outputs.size() && k < in.deepstack.size()) {
       at::Tensor level = std::exchange(in.deepstack[k], {});
@@ -167,7 +172,9 @@ Flow<at::Tensor> Qwen3VL::hidden_states(Trace& trace, Inputs& inputs) const {
                                         inputs.pixel_values, inputs.image_grid_thw);
   if (edited) inputs = checked(inputs, config());
   const at::Device device = text.embed_tokens.weight().device();
-  at::Tensor image_mask = inputs.input_ids == config().image_token_id;
+  // What a step generates is text, whatever its id.
+  at::Tensor image_mask = inputs.past() > 0 ? at::zeros_like(inputs.input_ids, at::kBool)
+                                            : inputs.input_ids == config().image_token_id;
   co_await trace.at(visual.image_token_mask, image_mask);
 
   at::Tensor ids = inputs.input_ids.to(device);
@@ -183,6 +190,7 @@ Flow<at::Tensor> Qwen3VL::hidden_states(Trace& trace, Inputs& inputs) const {
   }
   in.attention_mask = inputs.attention_mask;
   in.position_ids = inputs.position_ids.to(device);
+  in.cache = inputs.cache.get();
 
   at::Tensor hidden = co_await text(trace, std::move(in));
   co_await trace.at(model.output, hidden);

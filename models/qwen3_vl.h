@@ -47,11 +47,12 @@ class Qwen3VLText : public Module {
  public:
   struct Input {
     at::Tensor inputs_embeds;     ///< `[batch, seq, hidden]`
-    at::Tensor attention_mask;    ///< `[batch, seq]`
+    at::Tensor attention_mask;    ///< `[batch, past + seq]`
     at::Tensor position_ids;      ///< `[3, batch, seq]`
     at::Tensor visual_pos_masks;  ///< `[batch, seq]` bool, or undefined
     at::Tensor visual_rows;       ///< The same as indices into `[batch * seq]`
     std::vector<at::Tensor> deepstack;
+    KeyValueCache* cache = nullptr;  ///< Of a generation
   };
   Qwen3VLText(Module* parent, std::string name, const TextConfig& config, std::size_t levels,
               Attention attention);
@@ -64,7 +65,7 @@ class Qwen3VLText : public Module {
   std::vector<std::unique_ptr<Location>> deepstack_outputs;  ///< On the first layers, one a level.
 
  private:
-  at::Tensor mask(const at::Tensor& attention_mask, at::ScalarType dtype) const;
+  at::Tensor mask(const Input& in) const;
   bool eager_;
 };
 

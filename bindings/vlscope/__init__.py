@@ -27,6 +27,7 @@ from .errors import (
     UnsupportedFamily,
     VlscopeError,
 )
+from .generation import GenerationTracer
 from .model import StandardizedTransformer, load, weight_counts
 from .trace import InvokeTracer, Saved, Tracer, save
 from .tree import Module, ModuleList, Record, Value
@@ -37,6 +38,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
     "ConfigError",
+    "GenerationTracer",
     "InputError",
     "InvokeTracer",
     "LateEditError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from . import _core
 from .errors import CheckpointNotFound, ConfigError, InputError, Unavailable
+from .generation import GenerationTracer, Sampling
 from .trace import InvokeTracer, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
 
@@ -99,6 +102,21 @@ def _read_config(folder: Path) -> tuple[str, Path]:
         raise ConfigError(f"{path} is not UTF-8: {error}") from None
 
 
+def _read_generation_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """generation_config.json; in a folder without one, the token ids of config.json."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        text = config.get("text_config", config)
+        return {name: text.get(name, config.get(name)) for name in ("eos_token_id", "pad_token_id")}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds {type(found).__name__}; an object is expected")
+    return {name: value for name, value in found.items() if value is not None}
+
+
 class StandardizedTransformer(CausalLM):
     """A Qwen vision-language model whose forward can be read and edited as it runs.
 
@@ -133,6 +151,7 @@ class StandardizedTransformer(CausalLM):
         "_dtype",
         "_entries",
         "_folder",
+        "_generation_config",
         "_lock",
         "_own_processor",
         "_sites",
@@ -175,6 +194,7 @@ class StandardizedTransformer(CausalLM):
         self._sites = core.sites()
         plant(self, self, self._entries, None)
         self.config = MappingProxyType(json.loads(text))
+        self._generation_config = _read_generation_config(folder, self.config)
         self.repo_id = str(path_or_id)
         self.task = task
         self._own_processor = processor
@@ -256,6 +276,59 @@ class StandardizedTransformer(CausalLM):
         if prompt is None and not inputs:
             return InvokeTracer(self)
         return self._tracer_for(prompt, **inputs)
+
+    def generate(
+        self,
+        prompt: Any = None,
+        *,
+        max_new_tokens: int = 20,
+        eos_token_id: int | Sequence[int] | None = None,
+        do_sample: bool = False,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        **inputs: Any,
+    ) -> GenerationTracer:
+        """A generation from `prompt`, open inside a `with` block; see `GenerationTracer`.
+
+        >>> with model.generate("What color is this?", images=[picture], max_new_tokens=5) as tracer:
+        ...     for step in tracer.iter[:]:
+        ...         model.layers[2].layer_output[:, -1] += vector
+        >>> tracer.text
+        'Red'
+
+        Without a block, `model.generate(prompt).result` (or `.text`) runs it whole. Tokens are chosen
+        greedily unless `do_sample`; see `Sampling`. `prompt` and `inputs` are those of `trace`; a
+        batch is padded on the left.
+
+        Args:
+            max_new_tokens: steps at most.
+            eos_token_id: ids that end a row; those of generation_config.json by default, an empty
+                list for none.
+            temperature, top_k, top_p: with `do_sample`; by default those of generation_config.json,
+                else 1.0, 50 and 1.0.
+
+        Raises:
+            InputError: what `trace` refuses, and prompts padded on the right.
+        """
+        count = _count("max_new_tokens", max_new_tokens)
+        defaults = self._generation_config
+        if eos_token_id is None:
+            eos_token_id = defaults.get("eos_token_id")
+        eos = [] if eos_token_id is None else np.atleast_1d(eos_token_id).tolist()
+        pad = defaults.get("pad_token_id")
+        sampling = Sampling(
+            do_sample=do_sample,
+            temperature=defaults.get("temperature", 1.0) if temperature is None else temperature,
+            top_k=defaults.get("top_k", 50) if top_k is None else top_k,
+            top_p=defaults.get("top_p", 1.0) if top_p is None else top_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        )
+        prepared = self._prepare(prompt, **inputs)
+        return GenerationTracer(self, prepared, count, eos, pad if pad is not None else (eos or [0])[0], sampling)
 
     def _tracer_for(self, prompt: Any = None, *, on_exit: Any = None, **inputs: Any) -> Tracer:
         return Tracer(self, self._prepare(prompt, **inputs), on_exit)
@@ -466,6 +539,17 @@ def _refuse_unknown(names: Mapping[str, Any]) -> None:
             raise Unavailable(f"{name} was given: videos are not served by this version")
         reason = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise TypeError(f"a trace takes no argument {name!r}{reason}")
+
+
+def _count(name: str, value: Any) -> int:
+    """A number of things, 1 or more."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise InputError(f"{name} is {value!r}; give an integer") from None
+    if count < 1 or isinstance(value, bool):
+        raise InputError(f"{name} is {value}; give 1 or more")
+    return count
 
 
 def _as_tensor(name: str, value: Any) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from .tree import KINDS, OPEN, Module, plant
 if TYPE_CHECKING:
     from .model import StandardizedTransformer
 
-__all__ = ["InvokeTracer", "Saved", "StopTrace", "Tracer", "save"]
+__all__ = ["InvokeTracer", "Saved", "StepsSaved", "StopTrace", "Tracer", "save"]
 
 T = TypeVar("T")
 
@@ -35,12 +35,16 @@ class Saved(Mapping[str, Any]):
         self._unnamed = 0
 
     def _keep(self, site: str | None, value: Any) -> None:
-        if any(value is kept for kept in self._items.values()):
+        if any(value is kept for kept in self._kept()):
             return
         if site is None:
             site = f"saved.{self._unnamed}"
             self._unnamed += 1
         self._items[site] = value
+
+    def _kept(self) -> Iterator[Any]:
+        """Every object that was saved."""
+        return iter(self._items.values())
 
     def __getitem__(self, site: str) -> Any:
         try:
@@ -58,12 +62,28 @@ class Saved(Mapping[str, Any]):
         return f"Saved({', '.join(self._items)})"
 
 
+class StepsSaved(Saved):
+    """What a generation has saved: for each site the values of the steps, in their order."""
+
+    def _keep(self, site: str | None, value: Any) -> None:
+        if any(value is kept for kept in self._kept()):
+            return
+        if site is None:
+            super()._keep(None, value)
+        else:
+            self._items.setdefault(site, []).append(value)
+
+    def _kept(self) -> Iterator[Any]:
+        for kept in self._items.values():
+            yield from kept if isinstance(kept, list) else (kept,)
+
+
 def _release_views(saved: Saved) -> None:
     """Give each saved slice storage of its own, so that it does not keep the whole tensor alive.
 
     Left alone are tensors of a graph, and those whose storage another saved tensor shares.
     """
-    tensors = [kept for kept in saved.values() if isinstance(kept, torch.Tensor)]
+    tensors = [kept for kept in saved._kept() if isinstance(kept, torch.Tensor)]
     storages = [kept.untyped_storage() for kept in tensors if kept.layout == torch.strided]
     owners: dict[int, int] = {}
     for storage in storages:
@@ -117,7 +137,7 @@ class Tracer(_core.TracerBase, _Block):
         model = self._model
         if not model._dispatched:
             model.dispatch()
-        self._core = model._core.trace(inputs)
+        self._core = self._start(inputs)
         OPEN.set((*OPEN.get(), self))
         return self
 
@@ -126,19 +146,29 @@ class Tracer(_core.TracerBase, _Block):
         innermost = tracers and tracers[-1] is self
         OPEN.set(tracers[:-1] if innermost else tuple(tracer for tracer in tracers if tracer is not self))
         stopped = isinstance(error, StopTrace) and error.tracer is self
-        core = self._core
         try:
+            if error is None:
+                self._complete()
             if error is None or stopped:
-                core.check_edits()
+                self._core.check_edits()
         finally:
-            core.close()
-            self._core = None
-            self._tree = None  # it refers back to this tracer, and so would keep what was saved
-            if self.saved:
-                _release_views(self.saved)
-            if self._on_exit:
-                self._on_exit(self)
+            self._close()
         return stopped
+
+    def _start(self, inputs: _core.Inputs) -> Any:
+        return self._model._core.trace(inputs)
+
+    def _complete(self) -> None:
+        """What is still to be done where the block is left normally."""
+
+    def _close(self) -> None:
+        self._core.close()
+        self._core = None
+        self._tree = None  # it refers back to this tracer, and so would keep what was saved
+        if self.saved:
+            _release_views(self.saved)
+        if self._on_exit:
+            self._on_exit(self)
 
     @property
     def root(self) -> Any:

@@ -52,7 +52,7 @@ at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::
   const at::Tensor scores = full_scores(q, k, scale);
   if (mask.defined() && mask.scalar_type() != at::kBool) return scores + mask;
   const at::Tensor allowed =
-      mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong));
+      mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2));
   return scores + additive_mask(allowed, scores.scalar_type()).to(scores.device());
 }
 
@@ -84,10 +84,11 @@ at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::T
       .contiguous();
 }
 
-at::Tensor causal_mask(const at::Tensor& attention_mask) {
+at::Tensor causal_mask(const at::Tensor& attention_mask, std::int64_t queries) {
   const std::int64_t n = attention_mask.size(1);
-  const at::Tensor index = at::arange(n, attention_mask.options());
-  const at::Tensor before = index.unsqueeze(0) <= index.unsqueeze(1);
+  const at::Tensor key = at::arange(n, attention_mask.options());
+  const at::Tensor query = key.narrow(0, n - queries, queries);
+  const at::Tensor before = key.unsqueeze(0) <= query.unsqueeze(1);
   const at::Tensor real = attention_mask.to(at::kBool).unsqueeze(1).unsqueeze(1);
   return before & real;
 }

@@ -12,7 +12,8 @@ namespace vlscope::ops {
 at::Tensor repeat_heads(const at::Tensor& x, std::int64_t heads);
 
 /// scores = q k^T * scale + mask, `[batch, heads, queries, keys]`.
-/// @param mask additive, or boolean with True where a query may look, or undefined for causal.
+/// @param mask additive, or boolean with True where a query may look, or undefined for causal
+/// (the queries are the last positions of the keys).
 at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                             double scale);
 
@@ -32,9 +33,10 @@ at::Tensor attend(const at::Tensor& probabilities, const at::Tensor& v);
 at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const at::Tensor& mask, bool causal, double scale);
 
-/// True where a query may look at a key: at or before it, and not padding. `[batch, 1, n, n]`.
-/// @param attention_mask `[batch, n]`, 1 on tokens and 0 on padding.
-at::Tensor causal_mask(const at::Tensor& attention_mask);
+/// True where a query may look at a key: at or before it, and not padding.
+/// `[batch, 1, queries, keys]`; the queries are the last of the positions.
+/// @param attention_mask `[batch, keys]`, 1 on tokens and 0 on padding.
+at::Tensor causal_mask(const at::Tensor& attention_mask, std::int64_t queries);
 
 /// The boolean mask as 0 and the least number of `dtype`, to be added to the scores.
 at::Tensor additive_mask(const at::Tensor& allowed, at::ScalarType dtype);

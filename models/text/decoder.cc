@@ -1,10 +1,13 @@
 #include "models/text/decoder.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/clone.h>
+#include <fmt/format.h>
 
 #include <cmath>
 #include <utility>
 
+#include "core/errors.h"
 #include "core/ops/attention.h"
 #include "core/ops/rotary.h"
 
@@ -73,8 +76,24 @@ Flow<TextAttention::Heads> TextAttention::project(Trace& trace, at::Tensor x,
   heads.q = ops::rotate(heads.q.transpose(1, 2), cos, sin);
   heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
   heads.v = per_head(heads.v).transpose(1, 2);
-  co_await trace.at(queries, heads.q, heads.k, heads.v);
+  if (context.past > 0) join_past(heads, context, trace.wants(queries));
+  const bool edited = co_await trace.at(queries, heads.q, heads.k, heads.v);
+  if (context.cache && (context.past == 0 || edited)) context.cache->replace(heads.k, heads.v);
   co_return heads;
+}
+
+// What is served must be a tensor of its own: the cache goes on being written to.
+void TextAttention::join_past(Heads& heads, const TextContext& context, bool to_be_served) const {
+  BlockCache& cache = *context.cache;
+  if (cache.length() != context.past) {
+    throw InputError(fmt::format(
+        "{} holds the keys of {} positions, but {} came before this step: it was skipped on an "
+        "earlier step. Skip it on every step that follows, or on none.",
+        site_path(), cache.length(), context.past));
+  }
+  cache.append(heads.k, heads.v);
+  heads.k = to_be_served ? cache.keys().clone() : cache.keys();
+  heads.v = to_be_served ? cache.values().clone() : cache.values();
 }
 
 // Under sdpa the pattern is computed only for a reader who waits for it, and only one that the

@@ -6,6 +6,7 @@
 
 #include "models/config.h"
 #include "models/layers.h"
+#include "models/text/cache.h"
 
 namespace vlscope {
 
@@ -13,6 +14,8 @@ namespace vlscope {
 struct TextContext {
   at::Tensor mask;      ///< See ops::attention_scores; undefined means causal.
   at::Tensor cos, sin;  ///< `[batch, seq, head_dim]`
+  std::int64_t past = 0;        ///< Positions before the first of this forward.
+  BlockCache* cache = nullptr;  ///< Their keys and values; nullptr if nothing is to be remembered.
 };
 
 /// The M-RoPE tables.
@@ -51,6 +54,7 @@ class TextAttention : public Module {
     at::Tensor pattern;  ///< `[batch, heads, seq, seq]`, undefined under sdpa
   };
   Flow<Heads> project(Trace& trace, at::Tensor x, const TextContext& context) const;
+  void join_past(Heads& heads, const TextContext& context, bool to_be_served) const;
   Flow<Attended> attend(Trace& trace, const Heads& heads, at::Tensor mask) const;
 
   std::int64_t head_dim_;

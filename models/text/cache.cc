@@ -1,0 +1,48 @@
+#include "models/text/cache.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+namespace vlscope {
+namespace {
+
+at::Tensor room_for(const at::Tensor& held, std::int64_t positions) {
+  auto shape = held.sizes().vec();
+  shape[2] = positions;
+  at::Tensor room = at::empty(shape, held.options());
+  room.narrow(2, 0, held.size(2)).copy_(held);
+  return room;
+}
+
+}  // namespace
+
+void BlockCache::replace(const at::Tensor& k, const at::Tensor& v) {
+  keys_ = k;
+  values_ = v;
+  key_room_ = value_room_ = at::Tensor();
+}
+
+void BlockCache::append(const at::Tensor& k, const at::Tensor& v) {
+  const bool graph = at::GradMode::is_enabled() && (keys_.requires_grad() || k.requires_grad() ||
+                                                    values_.requires_grad() || v.requires_grad());
+  // A backward pass may want what was held before, so nothing is written beside it.
+  if (graph) return replace(at::cat({keys_, k}, 2), at::cat({values_, v}, 2));
+  const std::int64_t before = length(), after = before + k.size(2);
+  make_room(after);
+  key_room_.narrow(2, before, k.size(2)).copy_(k);
+  value_room_.narrow(2, before, v.size(2)).copy_(v);
+  keys_ = key_room_.narrow(2, 0, after);
+  values_ = value_room_.narrow(2, 0, after);
+}
+
+void BlockCache::make_room(std::int64_t positions) {
+  if (key_room_.defined() && key_room_.size(2) >= positions) return;
+  capacity_ = std::max(capacity_, positions + positions / 2);
+  key_room_ = room_for(keys_, capacity_);
+  value_room_ = room_for(values_, capacity_);
+}
+
+}  // namespace vlscope
