@@ -27,7 +27,7 @@ from .errors import (
     UnsupportedFamily,
     VlscopeError,
 )
-from .generation import GenerationTracer
+from .generation import GenerationTracer, Sampling
 from .model import StandardizedTransformer, load, weight_counts
 from .trace import InvokeTracer, Saved, Tracer, save
 from .tree import Module, ModuleList, Record, Value
@@ -47,6 +47,7 @@ __all__ = [
     "NotReachedError",
     "OutOfOrderError",
     "Record",
+    "Sampling",
     "Saved",
     "StandardizedTransformer",
     "Tracer",

@@ -58,13 +58,17 @@ class Sampling:
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
 
         def choose(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            scores = self._penalised(logits.detach().to("cpu", torch.float32), ids)
+            logits = logits.detach().to("cpu", torch.float32)
             if not self.do_sample:
-                return scores.argmax(-1)
-            probs = self._restricted(scores / self.temperature).softmax(-1)
-            return torch.multinomial(probs, 1, generator=generator).squeeze(1)
+                return self._penalised(logits, ids).argmax(-1)
+            return torch.multinomial(self.distribution(logits, ids), 1, generator=generator).squeeze(1)
 
         return choose
+
+    def distribution(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Probabilities [batch, vocab] that a token is drawn with, of float32 logits [batch, vocab] and
+        the ids so far [batch, seq]."""
+        return self._restricted(self._penalised(logits, ids) / self.temperature).softmax(-1)
 
     def _penalised(self, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if self.repetition_penalty == 1:
@@ -150,6 +154,9 @@ class GenerationTracer(Tracer):
     them. Leaving the block finishes the generation; `tracer.stop()` or an exception ends it.
     `tracer.saved` holds a list for each site, one value a step.
     """
+
+    max_new_tokens: int
+    _finished: bool
 
     def __init__(
         self,

@@ -27,8 +27,8 @@ class BlockCache {
   void make_room(std::int64_t positions);
 
   std::int64_t capacity_;
-  at::Tensor keys_, values_;            ///< All positions: parts of the rooms, or tensors of their own.
-  at::Tensor key_room_, value_room_;    ///< Undefined until the first append.
+  at::Tensor keys_, values_;  ///< All positions: parts of the rooms, or tensors of their own.
+  at::Tensor key_room_, value_room_;  ///< Undefined until the first append.
 };
 
 /// One BlockCache for each text block.

@@ -12,8 +12,8 @@ namespace vlscope {
 
 /// What every text block reads besides the stream. Cheap to copy: tensors are shared.
 struct TextContext {
-  at::Tensor mask;      ///< See ops::attention_scores; undefined means causal.
-  at::Tensor cos, sin;  ///< `[batch, seq, head_dim]`
+  at::Tensor mask;              ///< See ops::attention_scores; undefined means causal.
+  at::Tensor cos, sin;          ///< `[batch, seq, head_dim]`
   std::int64_t past = 0;        ///< Positions before the first of this forward.
   BlockCache* cache = nullptr;  ///< Their keys and values; nullptr if nothing is to be remembered.
 };
