@@ -4,6 +4,7 @@
 #include <pybind11/stl/filesystem.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <map>
 #include <unordered_map>
 #include <utility>
 
@@ -21,15 +22,21 @@ namespace {
 
 using MaybeTensor = std::optional<at::Tensor>;
 
-Inputs make_inputs(MaybeTensor input_ids, MaybeTensor attention_mask, MaybeTensor pixel_values,
-                   MaybeTensor image_grid_thw, std::int64_t logits_to_keep) {
-  return {input_ids.value_or(at::Tensor()),
-          attention_mask.value_or(at::Tensor()),
-          pixel_values.value_or(at::Tensor()),
-          image_grid_thw.value_or(at::Tensor()),
-          logits_to_keep,
-          {},
-          nullptr};
+/// The tensors of one forward by name; None says the same as a name that is not there.
+Inputs make_inputs(const std::map<std::string, MaybeTensor>& tensors, std::int64_t logits_to_keep) {
+  const auto named = [&](const char* name) {
+    const auto found = tensors.find(name);
+    return found == tensors.end() ? at::Tensor() : found->second.value_or(at::Tensor());
+  };
+  Inputs inputs;
+  inputs.input_ids = named("input_ids");
+  inputs.attention_mask = named("attention_mask");
+  inputs.pixel_values = named("pixel_values");
+  inputs.pixel_values_videos = named("pixel_values_videos");
+  inputs.image_grid_thw = named("image_grid_thw");
+  inputs.video_grid_thw = named("video_grid_thw");
+  inputs.logits_to_keep = logits_to_keep;
+  return inputs;
 }
 
 Attention attention_by_name(const std::string& name) {
@@ -145,9 +152,7 @@ void register_model(py::module_& module) {
       .def_readonly("unavailable", &Site::unavailable);
 
   py::class_<Inputs>(module, "Inputs", "The tensors of one forward.")
-      .def(py::init(&make_inputs), py::arg("input_ids"), py::arg("attention_mask") = py::none(),
-           py::arg("pixel_values") = py::none(), py::arg("image_grid_thw") = py::none(),
-           py::arg("logits_to_keep") = 0)
+      .def(py::init(&make_inputs), py::arg("tensors"), py::arg("logits_to_keep") = 0)
       .def_readonly("input_ids", &Inputs::input_ids);
 
   module.def("following", &following, py::arg("inputs"), py::arg("tokens"),

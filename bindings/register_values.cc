@@ -16,7 +16,10 @@ void register_values(py::module_& module) {
       .def_readonly("dims", &Value::dims)
       .def_readonly("description", &Value::description)
       .def_readonly("read_only", &Value::read_only)
-      .def_readonly("unavailable", &Value::unavailable);
+      .def_readonly("unavailable", &Value::unavailable)
+      .def_property_readonly("needs", [](const Value& self) {
+        return self.needs == Needs::kImage ? "image" : self.needs == Needs::kVideo ? "video" : "";
+      });
 
   py::class_<Field>(module, "Field", "One argument of a module's call, or one part of its result.")
       .def_readonly("name", &Field::name)

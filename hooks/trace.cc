@@ -222,6 +222,7 @@ void Trace::advance(const Site& site) {
   }
   if (closed_) throw OutOfOrderError(site.path + " was asked for after its trace had ended.");
   check_edits();
+  check_given(site);
   if (standing_ == site.location) return;
   check_reachable(site);
   target_ = site.location->order();
@@ -233,14 +234,23 @@ void Trace::advance(const Site& site) {
   }
 }
 
+/// What the prompt lacks is known from the start.
+void Trace::check_given(const Site& site) const {
+  const auto refuse = [&](const char* what, const char* give) {
+    throw NotReachedError(
+        fmt::format("{} is not reached: there is no {} in this prompt. Give {} to the trace.",
+                    site.path, what, give));
+  };
+  if (site.needs == Needs::kVideo && !options_.videos) refuse("video", "videos=[...]");
+  if (site.needs == Needs::kImage && !options_.images) refuse("image", "images=[...]");
+  if (site.location->visual() && !options_.images && !options_.videos) {
+    refuse("image or video", "images=[...] or videos=[...]");
+  }
+}
+
 void Trace::check_reachable(const Site& site) const {
   if (!failure_.empty()) throw OutOfOrderError(failure_);
   const int asked = site.location->order();
-  if (site.location->visual() && !options_.visual) {
-    throw NotReachedError(fmt::format(
-        "{} is not reached: there is no image in this prompt. Give images=[...] to the trace.",
-        site.path));
-  }
   for (const Skip& skip : skips_) {
     if (skip.module->input.order() < asked && asked < skip.module->output.order()) {
       throw NotReachedError(fmt::format("{} is not reached: {} is skipped in this trace.",

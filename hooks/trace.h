@@ -50,7 +50,8 @@ class Trace {
   using Visitor = std::function<void(const Location&, at::Tensor* const* live, std::size_t count)>;
 
   struct Options {
-    bool visual = false;              ///< The input carries images (or videos).
+    bool images = false;              ///< The input carries images.
+    bool videos = false;              ///< The input carries videos.
     std::vector<at::Tensor> foreign;  ///< The caller's tensors: served as copies, never edited.
     Visitor visitor = nullptr;        ///< Visit every location and stop at none.
   };
@@ -180,6 +181,7 @@ class Trace {
   bool depart();
   void advance(const Site& site);
   void resume();
+  void check_given(const Site& site) const;
   void check_reachable(const Site& site) const;
   at::Tensor& live(const Site& site);
   at::Tensor serve(const Site& site);

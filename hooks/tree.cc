@@ -17,7 +17,8 @@ Site value_site(const Module& module, const Value& value) {
           value.view,
           module.site_path() + dot + value.name,
           value.read_only,
-          module.unavailable(value)};
+          module.unavailable(value),
+          value.needs};
 }
 
 }  // namespace

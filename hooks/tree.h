@@ -20,6 +20,7 @@ struct Site {
   std::string path;         ///< "layers.3.self_attn.attention_queries"
   std::string read_only;    ///< Not empty: why it is never assigned.
   std::string unavailable;  ///< Not empty: why it is never served.
+  Needs needs = Needs::kNothing;
 };
 
 /// Index of the modules, locations and sites below a root. Built once, after construction of the

@@ -14,6 +14,25 @@ Field fixed(Field field) {
   return field;
 }
 
+/// What the whole model and the model below its head are called with.
+std::vector<Field> model_inputs() {
+  return {keyword("input_ids"),           keyword("attention_mask"), keyword("pixel_values"),
+          keyword("pixel_values_videos"), keyword("image_grid_thw"), keyword("video_grid_thw")};
+}
+
+/// A mask over the tokens; all of them are served at one location.
+Value token_mask(const std::string& kind, const std::string& tokens, int slot) {
+  const std::string name = kind + "_token_mask";
+  return {name,
+          "ImageTokenMask",
+          "batch seq",
+          "True at the " + tokens + " tokens",
+          "image_token_mask",
+          slot,
+          View::kCopy,
+          name + " follows from the token ids: assign model.input_ids"};
+}
+
 /// The values of an attention that both towers serve, up to the axes.
 std::vector<Value> attention_values(const std::string& queries, const std::string& keys,
                                     const std::string& heads, const std::string& output,
@@ -55,15 +74,14 @@ namespace kinds {
 const Kind causal_lm{
     "CausalLM",
     "The whole model. Its values stand at the two ends of the forward.",
-    {keyword("input_ids"), keyword("attention_mask"), keyword("pixel_values"),
-     keyword("image_grid_thw")},
+    model_inputs(),
     Form::kRecord,
     {{"logits"}},
     {
-        {"input_ids", "Tokens", "batch seq", "token ids, image placeholders expanded", "input", 0},
+        {"input_ids", "Tokens", "batch seq", "token ids, placeholders expanded", "input", 0},
         {"attention_mask", "Tokens", "batch seq", "1 on tokens, 0 on padding", "input", 1},
         {"token_embeddings", "Residual", "batch seq hidden_size",
-         "embedded tokens; image tokens still hold the placeholder's embedding",
+         "embedded tokens; image and video tokens still hold the placeholder's embedding",
          "model.language_model.embed_tokens.output"},
         {"logits", "Logits", "batch seq vocab_size", "scores of the next token at each position",
          "lm_head.output", 0},
@@ -79,8 +97,7 @@ const Kind causal_lm{
 
 const Kind multimodal_model{"MultimodalModel",
                             "Vision tower and text model, without the head.",
-                            {keyword("input_ids"), keyword("attention_mask"),
-                             keyword("pixel_values"), keyword("image_grid_thw")},
+                            model_inputs(),
                             Form::kRecord,
                             {{"last_hidden_state"}}};
 
@@ -99,13 +116,14 @@ const Kind text_layer{
     h   = x + self_attn(input_layernorm(x))
     out = h + mlp(post_attention_layernorm(h))
 
-so layer_input + attention_output + mlp_output == layer_output, bit for bit. On an image prompt the
-text model then adds DeepStack level k after block k (the first blocks only):
+so layer_input + attention_output + mlp_output == layer_output, bit for bit. With images or videos
+the text model then adds DeepStack level k after block k (the first blocks only):
 
     layers[k+1].input[mask]  == layers[k].layer_output[mask] + layers[k].deepstack_output
     layers[k+1].input[~mask] == layers[k].layer_output[~mask]
 
-with mask = vision.image_token_mask. layer_output is the stream before that add.)",
+with mask = vision.visual_token_mask, which on an image prompt is vision.image_token_mask.
+layer_output is the stream before that add.)",
     {{"hidden_states"}, keyword("attention_mask"), keyword("position_embeddings", 2)},
     Form::kTensor,
     {{"hidden_states"}},
@@ -115,7 +133,8 @@ with mask = vision.image_token_mask. layer_output is the stream before that add.
         {"layer_output", "Residual", "batch seq hidden_size",
          "the stream leaving the block, before any DeepStack add", "output", 0},
         {"deepstack_output", "ImageFeatures", "image_tokens hidden_size",
-         "DeepStack features added at the image tokens after this block", "deepstack_output"},
+         "DeepStack features added at the image and video tokens after this block",
+         "deepstack_output"},
     },
     {},
     /*keeps_shape=*/true};
@@ -151,25 +170,32 @@ const Kind text_rotary{
 
 const Kind vision{
     "Vision",
-    R"(The vision tower. Every image of the prompt lies in one row of patches, in merge-block order:
-each four consecutive rows are the 2 x 2 block that becomes one image token.
+    R"(The vision tower. All images of the prompt, and behind them all frames of its videos, lie in one
+row of patches, in merge-block order: each four consecutive rows are the 2 x 2 block that becomes
+one image or video token.
 
-The image reaches the text model by image_features, scattered at the image tokens, and by each
-layers[k].deepstack_output, which is deepstack_merger_list[k].output.)",
+An image reaches the text model by image_features, scattered at the image tokens, and by each
+layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video by video_features and
+the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
+prompt (visual_token_mask), and the tower the images first.)",
     {{"hidden_states"}, fixed(keyword("grid_thw"))},
     Form::kRecord,
     {{"last_hidden_state"}, {"pooler_output"}, {"deepstack_features", false, Field::kList}},
     {
-        {"image_token_mask", "ImageTokenMask", "batch seq", "True at the image tokens",
-         "image_token_mask", 0, View::kCopy,
-         "image_token_mask follows from the token ids: assign model.input_ids"},
+        token_mask("image", "image", 0),
+        token_mask("video", "video", 1),
+        token_mask("visual", "image and video", 2),
         {"patch_embeddings", "Patches", "images patches vision_hidden_size",
          "projected patches, before any position", "patch_embed.output", 0, View::kImagesAxis},
         {"tower_output", "Patches", "images patches vision_hidden_size",
          "the last block's stream; the projector has already read it, so a write moves nothing",
          "output", 0, View::kImagesAxis},
         {"image_features", "ImageFeatures", "image_tokens hidden_size",
-         "what is scattered at the image tokens", "image_features"},
+         "what is scattered at the image tokens", "image_features", 0, View::kWhole, "", "",
+         Needs::kImage},
+        {"video_features", "ImageFeatures", "video_tokens hidden_size",
+         "what is scattered at the video tokens", "image_features", 1, View::kWhole, "", "",
+         Needs::kVideo},
     },
     {{"layers", "blocks"}}};
 

@@ -15,6 +15,9 @@ enum class View : std::uint8_t {
   kCopy,        ///< A copy: the forward keeps what it has (index lists that it already acted on).
 };
 
+/// What a prompt must hold for a value to be there, besides what its location needs.
+enum class Needs : std::uint8_t { kNothing, kImage, kVideo };
+
 /// One named value of a module.
 struct Value {
   std::string name;         ///< "attention_queries"
@@ -26,6 +29,7 @@ struct Value {
   View view = View::kWhole;
   std::string read_only = {};    ///< Not empty: why it cannot be assigned, and what to assign.
   std::string unavailable = {};  ///< Not empty: why no model serves it.
+  Needs needs = Needs::kNothing;
 };
 
 /// One argument of a module's call, or one part of its result.

@@ -9,6 +9,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "core/errors.h"
 #include "core/text.h"
@@ -68,85 +69,155 @@ void check_mask(const at::Tensor& mask, const at::Tensor& ids) {
   }
 }
 
-void check_grids(const std::vector<Grid>& grids, const VisionConfig& vision) {
+/// What the messages call the tensors of images and those of videos.
+struct Modality {
+  const char* noun;
+  const char* pixels;
+  const char* grids;
+  const char* frames;  ///< How many frames a grid may have.
+};
+constexpr Modality kImage{"image", "pixel_values", "image_grid_thw", "an image has 1 frame"};
+constexpr Modality kVideo{"video", "pixel_values_videos", "video_grid_thw",
+                          "a video has 1 frame or more"};
+
+constexpr std::int64_t kLargestSide = 1 << 20;  // Products of three stay far from overflow.
+
+void check_grids(const std::vector<Grid>& grids, const VisionConfig& vision,
+                 const Modality& modality) {
   const std::int64_t merge = vision.spatial_merge_size;
+  const std::int64_t most_frames = &modality == &kImage ? 1 : kLargestSide;
+  const auto side_fits = [merge](std::int64_t side) {
+    return side > 0 && side % merge == 0 && side <= kLargestSide;
+  };
   for (std::size_t i = 0; i < grids.size(); ++i) {
     const auto [frames, rows, columns] = grids[i];
-    if (frames == 1 && rows > 0 && columns > 0 && rows % merge == 0 && columns % merge == 0 &&
-        rows <= (1 << 20) && columns <= (1 << 20)) {
-      continue;
-    }
+    if (frames >= 1 && frames <= most_frames && side_fits(rows) && side_fits(columns)) continue;
     throw InputError(fmt::format(
-        "image_grid_thw of image {} is ({}, {}, {}) patches; an image has 1 frame, and rows and "
-        "columns that are positive multiples of {}.",
-        i, frames, rows, columns, merge));
+        "{} of {} {} is ({}, {}, {}) patches; {}, and rows and columns that are positive multiples "
+        "of {}.",
+        modality.grids, modality.noun, i, frames, rows, columns, modality.frames, merge));
   }
 }
 
 void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
-                  const VisionConfig& vision) {
+                  const VisionConfig& vision, const Modality& modality) {
   const std::int64_t width =
       vision.in_channels * vision.temporal_patch_size * vision.patch_size * vision.patch_size;
   if (!at::isFloatingType(pixels.scalar_type())) {
-    throw InputError(fmt::format("pixel_values is {}; give floating point, as the processor does.",
-                                 dtype_text(pixels.scalar_type())));
+    throw InputError(fmt::format("{} is {}; give floating point, as the processor does.",
+                                 modality.pixels, dtype_text(pixels.scalar_type())));
   }
   if (pixels.dim() != 2 || pixels.size(1) != width) {
     throw InputError(fmt::format(
-        "pixel_values has shape {}; [patches, {}] is expected ({} channels x {} frames x {} x {} "
-        "pixels).",
-        shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size,
+        "{} has shape {}; [patches, {}] is expected ({} channels x {} frames x {} x {} pixels).",
+        modality.pixels, shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size,
         vision.patch_size, vision.patch_size));
   }
   std::int64_t patches = 0;
   for (const Grid& grid : grids) patches += grid.patches();
   if (pixels.size(0) != patches) {
-    throw InputError(fmt::format("pixel_values has {} patches, image_grid_thw counts {}.",
-                                 pixels.size(0), patches));
+    throw InputError(fmt::format("{} has {} patches, {} counts {}.", modality.pixels,
+                                 pixels.size(0), modality.grids, patches));
   }
+}
+
+/// Brings the grids to int64 and checks them and the pixels. Returns the grids.
+std::vector<Grid> check_visual(const at::Tensor& pixels, at::Tensor& grid_thw,
+                               const VisionConfig& vision, const Modality& modality) {
+  if (pixels.defined() != grid_thw.defined()) {
+    const char *given = modality.pixels, *missing = modality.grids;
+    if (grid_thw.defined()) std::swap(given, missing);
+    throw InputError(fmt::format("{} was given without {}: give both.", given, missing));
+  }
+  if (!grid_thw.defined()) return {};
+  grid_thw = integers(grid_thw, modality.grids, 2);
+  if (grid_thw.size(1) != 3 || grid_thw.size(0) == 0) {
+    throw InputError(fmt::format("{} has shape {}; [{}s, 3] is expected.", modality.grids,
+                                 shape_text(grid_thw), modality.noun));
+  }
+  std::vector<Grid> grids = grids_of(grid_thw);
+  check_grids(grids, vision, modality);
+  check_pixels(pixels, grids, vision, modality);
+  return grids;
 }
 
 std::int64_t tokens_of(const Grid& grid, const VisionConfig& vision) {
   return grid.patches() / (vision.spatial_merge_size * vision.spatial_merge_size);
 }
 
-void check_placeholders(const at::Tensor& ids, const std::vector<Grid>& grids,
-                        const Config& config) {
+void check_placeholders(const at::Tensor& ids, std::int64_t token, const std::vector<Grid>& grids,
+                        const VisionConfig& vision, const Modality& modality) {
   const auto* id = ids.const_data_ptr<std::int64_t>();
-  const auto count = [&](std::int64_t token) { return std::count(id, id + ids.numel(), token); };
-  if (const auto videos = count(config.video_token_id); videos > 0) {
-    throw InputError(fmt::format("input_ids holds {} video tokens (id {}); videos are not served.",
-                                 videos, config.video_token_id));
-  }
+  const auto found = std::count(id, id + ids.numel(), token);
   std::int64_t expected = 0;
-  for (const Grid& grid : grids) expected += tokens_of(grid, config.vision);
-  const auto found = count(config.image_token_id);
+  for (const Grid& grid : grids) expected += tokens_of(grid, vision);
   if (found == expected) return;
   throw InputError(fmt::format(
-      "input_ids holds {} image tokens (id {}), the {} image(s) give {} features. Each image needs "
-      "its placeholder, expanded to rows x columns / {} tokens.",
-      found, config.image_token_id, grids.size(), expected,
-      config.vision.spatial_merge_size * config.vision.spatial_merge_size));
+      "input_ids holds {0} {1} tokens (id {2}), the {3} {1}(s) give {4} features. Each {1} needs "
+      "its placeholder, expanded to {5}rows x columns / {6} tokens.",
+      found, modality.noun, token, grids.size(), expected, &modality == &kVideo ? "frames x " : "",
+      vision.spatial_merge_size * vision.spatial_merge_size));
 }
+
+/// The runs of one kind of placeholder that the grids ask for, in order.
+class Runs {
+ public:
+  Runs(std::int64_t token, std::vector<Grid> grids, const Modality& modality)
+      : token_(token), grids_(std::move(grids)), modality_(modality) {}
+
+  std::int64_t token() const { return token_; }
+
+  /// The grid of the next run, whose tokens must stand at `start`. A video has one run a frame.
+  Grid take(const std::vector<std::int64_t>& ids, std::size_t start, const VisionConfig& vision) {
+    const Grid frame{1, grids_.at(grid_).rows, grids_[grid_].columns};
+    const auto run = static_cast<std::size_t>(tokens_of(frame, vision));
+    std::size_t end = start;
+    while (end < ids.size() && end < start + run && ids[end] == token_) ++end;
+    if (end - start < run) {
+      throw InputError(
+          fmt::format("{}{} {} gives {} features, but the run of {} tokens at position {} has {}.",
+                      &modality_ == &kVideo ? fmt::format("frame {} of ", frame_) : "",
+                      modality_.noun, grid_, run, modality_.noun, start, end - start));
+    }
+    if (++frame_ == grids_[grid_].frames) {
+      ++grid_;
+      frame_ = 0;
+    }
+    return frame;
+  }
+
+ private:
+  const std::int64_t token_;
+  const std::vector<Grid> grids_;
+  const Modality& modality_;
+  std::size_t grid_ = 0;
+  std::int64_t frame_ = 0;
+};
 
 /// Writes the positions of one prompt, walking its tokens and the grids that they refer to.
 class PositionWriter {
  public:
-  PositionWriter(const std::vector<Grid>& grids, const Config& config)
-      : grids_(grids), config_(config), merge_(config.vision.spatial_merge_size) {}
+  PositionWriter(const Inputs& inputs, const Config& config)
+      : vision_(config.vision),
+        images_(config.image_token_id, grids_of(inputs.image_grid_thw), kImage),
+        videos_(config.video_token_id, grids_of(inputs.video_grid_thw), kVideo) {}
 
   /// `ids` and `slots`: the unmasked tokens of a prompt and where their positions go.
   void write(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& slots,
              std::int64_t* time, std::int64_t* height, std::int64_t* width) {
+    const std::int64_t merge = vision_.spatial_merge_size;
     std::int64_t next = 0;
     for (std::size_t i = 0; i < ids.size();) {
-      if (ids[i] != config_.image_token_id) {
+      Runs* runs = ids[i] == images_.token()   ? &images_
+                   : ids[i] == videos_.token() ? &videos_
+                                               : nullptr;
+      if (!runs) {
         time[slots[i]] = height[slots[i]] = width[slots[i]] = next++;
         ++i;
         continue;
       }
-      const Grid& grid = take(ids, i);
-      const std::int64_t rows = grid.rows / merge_, columns = grid.columns / merge_;
+      const Grid grid = runs->take(ids, i, vision_);
+      const std::int64_t rows = grid.rows / merge, columns = grid.columns / merge;
       for (std::int64_t token = 0; token < rows * columns; ++token, ++i) {
         time[slots[i]] = next;
         height[slots[i]] = next + token / columns;
@@ -157,33 +228,16 @@ class PositionWriter {
   }
 
  private:
-  /// The next grid, whose tokens must be a run starting at `start`.
-  const Grid& take(const std::vector<std::int64_t>& ids, std::size_t start) {
-    const Grid& grid = grids_.at(used_++);
-    const auto run = static_cast<std::size_t>(tokens_of(grid, config_.vision));
-    std::size_t end = start;
-    while (end < ids.size() && end < start + run && ids[end] == config_.image_token_id) ++end;
-    if (end - start < run) {
-      throw InputError(
-          fmt::format("image {} gives {} features, but the run of image tokens at "
-                      "position {} has {}.",
-                      used_ - 1, run, start, end - start));
-    }
-    return grid;
-  }
-
-  const std::vector<Grid>& grids_;
-  const Config& config_;
-  const std::int64_t merge_;
-  std::size_t used_ = 0;
+  const VisionConfig& vision_;
+  Runs images_, videos_;
 };
 
 }  // namespace
 
-std::vector<Grid> grids_of(const at::Tensor& image_grid_thw) {
+std::vector<Grid> grids_of(const at::Tensor& grid_thw) {
   std::vector<Grid> grids;
-  if (!image_grid_thw.defined()) return grids;
-  const auto rows = image_grid_thw.accessor<std::int64_t, 2>();
+  if (!grid_thw.defined()) return grids;
+  const auto rows = grid_thw.accessor<std::int64_t, 2>();
   for (std::int64_t i = 0; i < rows.size(0); ++i) {
     grids.push_back({rows[i][0], rows[i][1], rows[i][2]});
   }
@@ -204,23 +258,12 @@ Inputs checked(Inputs inputs, const Config& config) {
   inputs.attention_mask = integers(inputs.attention_mask, "attention_mask", 2);
   check_mask(inputs.attention_mask, inputs.input_ids);
 
-  if (inputs.pixel_values.defined() != inputs.image_grid_thw.defined()) {
-    throw InputError(inputs.pixel_values.defined()
-                         ? "pixel_values was given without image_grid_thw: give both."
-                         : "image_grid_thw was given without pixel_values: give both.");
-  }
-  std::vector<Grid> grids;
-  if (inputs.image_grid_thw.defined()) {
-    inputs.image_grid_thw = integers(inputs.image_grid_thw, "image_grid_thw", 2);
-    if (inputs.image_grid_thw.size(1) != 3 || inputs.image_grid_thw.size(0) == 0) {
-      throw InputError(fmt::format("image_grid_thw has shape {}; [images, 3] is expected.",
-                                   shape_text(inputs.image_grid_thw)));
-    }
-    grids = grids_of(inputs.image_grid_thw);
-    check_grids(grids, config.vision);
-    check_pixels(inputs.pixel_values, grids, config.vision);
-  }
-  check_placeholders(inputs.input_ids, grids, config);
+  const VisionConfig& vision = config.vision;
+  const auto images = check_visual(inputs.pixel_values, inputs.image_grid_thw, vision, kImage);
+  const auto videos =
+      check_visual(inputs.pixel_values_videos, inputs.video_grid_thw, vision, kVideo);
+  check_placeholders(inputs.input_ids, config.image_token_id, images, vision, kImage);
+  check_placeholders(inputs.input_ids, config.video_token_id, videos, vision, kVideo);
   if (inputs.logits_to_keep < 0) {
     throw InputError(
         fmt::format("logits_to_keep is {}; give 0 (all) or more.", inputs.logits_to_keep));
@@ -259,12 +302,11 @@ Inputs following(const Inputs& inputs, const at::Tensor& tokens) {
 
 at::Tensor mrope_positions(const Inputs& inputs, const Config& config) {
   const std::int64_t batch = inputs.input_ids.size(0), seq = inputs.input_ids.size(1);
-  const std::vector<Grid> grids = grids_of(inputs.image_grid_thw);
   const at::Tensor positions = at::zeros({3, batch, seq}, at::kLong);
   auto* base = positions.mutable_data_ptr<std::int64_t>();
   const auto* ids = inputs.input_ids.const_data_ptr<std::int64_t>();
   const auto* mask = inputs.attention_mask.const_data_ptr<std::int64_t>();
-  PositionWriter writer(grids, config);
+  PositionWriter writer(inputs, config);
   for (std::int64_t row = 0; row < batch; ++row) {
     std::vector<std::int64_t> tokens, slots;
     for (std::int64_t i = row * seq; i < (row + 1) * seq; ++i) {
@@ -277,8 +319,6 @@ at::Tensor mrope_positions(const Inputs& inputs, const Config& config) {
   return positions;
 }
 
-at::Tensor token_rows(const at::Tensor& input_ids, std::int64_t token_id) {
-  return (input_ids.reshape(-1) == token_id).nonzero().squeeze(-1);
-}
+at::Tensor rows_of(const at::Tensor& mask) { return mask.reshape(-1).nonzero().squeeze(-1); }
 
 }  // namespace vlscope

@@ -13,11 +13,12 @@ namespace vlscope {
 
 /// The tensors of one forward, as the caller has them.
 struct Inputs {
-  at::Tensor input_ids;       ///< `[batch, seq]` int64, image placeholders expanded
-  at::Tensor attention_mask;  ///< `[batch, past + seq]` int64, 1 on tokens and 0 on padding
-  at::Tensor pixel_values;    ///< `[patches, channels * frames * side * side]`, or undefined
-  at::Tensor
-      image_grid_thw;  ///< `[images, 3]` int64 in patches: frames, rows, columns; or undefined
+  at::Tensor input_ids;            ///< `[batch, seq]` int64, placeholders expanded
+  at::Tensor attention_mask;       ///< `[batch, past + seq]` int64, 1 on tokens and 0 on padding
+  at::Tensor pixel_values;         ///< `[patches, channels * frames * side * side]`, or undefined
+  at::Tensor pixel_values_videos;  ///< The same of videos.
+  at::Tensor image_grid_thw;       ///< `[images, 3]` int64 in patches: frames (1), rows, columns
+  at::Tensor video_grid_thw;       ///< `[videos, 3]`: frames are those that the tower sees
   std::int64_t logits_to_keep = 0;  ///< Logits of that many last positions only; 0 is all.
   at::Tensor position_ids;  ///< `[3, batch, seq]` int64, see mrope_positions; made by `checked`
   std::shared_ptr<KeyValueCache> cache = nullptr;  ///< Of a generation; filled by its forwards.
@@ -28,7 +29,7 @@ struct Inputs {
   }
 };
 
-/// Grid of one image, in patches.
+/// Grid of one image or video, in patches. A video has one frame for each temporal patch.
 struct Grid {
   std::int64_t frames, rows, columns;
   std::int64_t patches() const { return frames * rows * columns; }
@@ -49,17 +50,18 @@ Inputs generation_prompt(Inputs inputs, const Config& config, std::int64_t capac
 /// everything else before are in the cache.
 Inputs following(const Inputs& inputs, const at::Tensor& tokens);
 
-/// The rows of `image_grid_thw`; empty if there is none.
-std::vector<Grid> grids_of(const at::Tensor& image_grid_thw);
+/// The rows of `image_grid_thw` or `video_grid_thw`; empty if there is none.
+std::vector<Grid> grids_of(const at::Tensor& grid_thw);
 
 /// M-RoPE positions `[3, batch, seq]` (time, height, width), int64, 0 on padding. Text counts up by
 /// one on all axes. An image's tokens all take the time position that it starts at; height and
 /// width are that start plus row and column in the merged grid; the text after it goes on from the
-/// largest of these plus one. Arithmetic of `get_rope_index`, transformers 5.17.0.
-/// @throws InputError if a run of image tokens does not match its grid.
+/// largest of these plus one. Each frame of a video is a run of its own, as an image is: what tells
+/// its time is the text between the frames. Arithmetic of `get_rope_index`, transformers 5.17.0.
+/// @throws InputError if a run of image or video tokens does not match its grid.
 at::Tensor mrope_positions(const Inputs& inputs, const Config& config);
 
-/// Indices of the tokens that equal `token_id` in the flattened `[batch * seq]` ids, ascending.
-at::Tensor token_rows(const at::Tensor& input_ids, std::int64_t token_id);
+/// Indices of the true elements of a mask `[batch, seq]` in its flattened form, ascending.
+at::Tensor rows_of(const at::Tensor& mask);
 
 }  // namespace vlscope

@@ -154,15 +154,17 @@ void Model::note_weight_edits() {
 
 std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
-  if (text_only_ && inputs.pixel_values.defined()) {
-    throw InputError(
-        "images were given to a model loaded with task=\"text-generation\". Load it with "
-        "task=\"image-text-to-text\".");
-  }
   Trace::Options options;
-  options.visual = inputs.pixel_values.defined();
-  options.foreign = {inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
-                     inputs.image_grid_thw};
+  options.images = inputs.pixel_values.defined();
+  options.videos = inputs.pixel_values_videos.defined();
+  if (text_only_ && (options.images || options.videos)) {
+    throw InputError(
+        fmt::format("{} were given to a model loaded with task=\"text-generation\". Load it with "
+                    "task=\"image-text-to-text\".",
+                    options.images ? "images" : "videos"));
+  }
+  options.foreign = {inputs.input_ids,           inputs.attention_mask, inputs.pixel_values,
+                     inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw};
   inputs = checked(std::move(inputs), config());
   return std::make_unique<Trace>(
       tree_,
@@ -195,7 +197,9 @@ at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
 std::vector<ScannedValue> Model::scan(Inputs inputs) const {
   const std::shared_ptr<Model> shadow = build(config(), attention_, text_only_);
   std::vector<ScannedValue> values;
-  if (inputs.pixel_values.defined()) inputs.pixel_values = inputs.pixel_values.to(at::kMeta);
+  for (at::Tensor* pixels : {&inputs.pixel_values, &inputs.pixel_values_videos}) {
+    if (pixels->defined()) *pixels = pixels->to(at::kMeta);
+  }
   shadow->list(
       std::move(inputs), [&](const Location& location, at::Tensor* const* live, std::size_t count) {
         const Location* own = tree_->order()[location.order()];

@@ -1,7 +1,8 @@
 #include "models/qwen3_vl.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/argsort.h>
+#include <ATen/ops/cat.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,6 +13,8 @@
 
 namespace vlscope {
 namespace {
+
+constexpr std::int64_t kNoToken = -1;
 
 std::string indexed(const char* list, std::size_t i) { return fmt::format("{}.{}", list, i); }
 
@@ -24,6 +27,12 @@ at::Tensor put_rows(const at::Tensor& x, const at::Tensor& rows, const at::Tenso
 at::Tensor add_at_rows(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& features) {
   const at::Tensor before = x.flatten(0, 1).index({rows});
   return put_rows(x, rows, before + features.to(x.scalar_type()));
+}
+
+/// One tensor of those of the images and those of the videos, of which one may be undefined.
+at::Tensor joined(const at::Tensor& images, const at::Tensor& videos) {
+  if (!images.defined()) return videos;
+  return videos.defined() ? at::cat({images, videos}) : images;
 }
 
 }  // namespace
@@ -82,12 +91,11 @@ Flow<VisionFeatures> Qwen3VLVision::operator()(Trace& trace, at::Tensor pixels,
       features.deepstack.push_back(co_await (*tap)(trace, x));
     }
   }
-  features.image_features = co_await merger(trace, x);
+  features.merged = co_await merger(trace, x);
 
-  std::vector<at::Tensor*> result{&x, &features.image_features};
+  std::vector<at::Tensor*> result{&x, &features.merged};
   for (at::Tensor& level : features.deepstack) result.push_back(&level);
   co_await trace.at_all(output, std::move(result));
-  co_await trace.at(image_features, features.image_features);
   co_return features;
 }
 
@@ -166,27 +174,24 @@ Qwen3VL::Qwen3VL(const Config& config, Attention attention)
     : CausalLM(config), model(this, "model", config, attention) {}
 
 Flow<at::Tensor> Qwen3VL::hidden_states(Trace& trace, Inputs& inputs) const {
-  const Qwen3VLVision& visual = model.visual;
   const Qwen3VLText& text = model.language_model;
-  const bool edited = co_await trace.at(model.input, inputs.input_ids, inputs.attention_mask,
-                                        inputs.pixel_values, inputs.image_grid_thw);
+  const bool edited =
+      co_await trace.at(model.input, inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
+                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw);
   if (edited) inputs = checked(inputs, config());
   const at::Device device = text.embed_tokens.weight().device();
-  // What a step generates is text, whatever its id.
-  at::Tensor image_mask = inputs.past() > 0 ? at::zeros_like(inputs.input_ids, at::kBool)
-                                            : inputs.input_ids == config().image_token_id;
-  co_await trace.at(visual.image_token_mask, image_mask);
+  const bool prompt = inputs.past() == 0;  // What a later step reads is text, whatever its id.
+  at::Tensor image_mask = inputs.input_ids == (prompt ? config().image_token_id : kNoToken);
+  at::Tensor video_mask = inputs.input_ids == (prompt ? config().video_token_id : kNoToken);
+  at::Tensor visual_mask = image_mask.logical_or(video_mask);
+  co_await trace.at(model.visual.image_token_mask, image_mask, video_mask, visual_mask);
 
   at::Tensor ids = inputs.input_ids.to(device);
   Qwen3VLText::Input in;
   in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
-  if (inputs.pixel_values.defined()) {
-    at::Tensor pixels = inputs.pixel_values.to(device, in.inputs_embeds.scalar_type());
-    VisionFeatures features = co_await visual(trace, std::move(pixels), inputs.image_grid_thw);
-    in.visual_pos_masks = image_mask;
-    in.visual_rows = token_rows(inputs.input_ids, config().image_token_id).to(device);
-    in.inputs_embeds = put_rows(in.inputs_embeds, in.visual_rows, features.image_features);
-    in.deepstack = std::move(features.deepstack);
+  if (inputs.pixel_values.defined() || inputs.pixel_values_videos.defined()) {
+    in.visual_pos_masks = std::move(visual_mask);
+    in = co_await see(trace, inputs, std::move(in));
   }
   in.attention_mask = inputs.attention_mask;
   in.position_ids = inputs.position_ids.to(device);
@@ -195,6 +200,40 @@ Flow<at::Tensor> Qwen3VL::hidden_states(Trace& trace, Inputs& inputs) const {
   at::Tensor hidden = co_await text(trace, std::move(in));
   co_await trace.at(model.output, hidden);
   co_return hidden;
+}
+
+Flow<Qwen3VLText::Input> Qwen3VL::see(Trace& trace, const Inputs& inputs,
+                                      Qwen3VLText::Input in) const {
+  const at::Device device = in.inputs_embeds.device();
+  VisionFeatures features;
+  {
+    at::Tensor pixels = joined(inputs.pixel_values, inputs.pixel_values_videos);
+    pixels = pixels.to(device, in.inputs_embeds.scalar_type());
+    at::Tensor grids = joined(inputs.image_grid_thw, inputs.video_grid_thw);
+    features = co_await model.visual(trace, std::move(pixels), std::move(grids));
+  }
+  const at::Tensor image_rows = rows_of(inputs.input_ids == config().image_token_id);
+  const at::Tensor video_rows = rows_of(inputs.input_ids == config().video_token_id);
+  const bool both = inputs.pixel_values.defined() && inputs.pixel_values_videos.defined();
+  at::Tensor images = std::exchange(features.merged, {}), videos;
+  if (!inputs.pixel_values.defined()) {
+    std::swap(images, videos);
+  } else if (both) {
+    videos = images.narrow(0, image_rows.size(0), video_rows.size(0));
+    images = images.narrow(0, 0, image_rows.size(0));
+  }
+  co_await trace.at(model.visual.image_features, images, videos);
+  for (const auto& [rows, part] : {std::pair(image_rows, images), std::pair(video_rows, videos)}) {
+    if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, rows.to(device), part);
+  }
+  in.visual_rows = rows_of(in.visual_pos_masks).to(device);
+  if (both) {
+    // The tower has the images first; the text model takes the rows as the prompt has them.
+    const at::Tensor order = at::argsort(at::cat({image_rows, video_rows})).to(device);
+    for (at::Tensor& level : features.deepstack) level = level.index_select(0, order);
+  }
+  in.deepstack = std::move(features.deepstack);
+  co_return in;
 }
 
 }  // namespace vlscope

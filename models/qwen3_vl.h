@@ -11,9 +11,9 @@
 namespace vlscope {
 
 /// What the tower gives the text model: features for the scatter, and one set for each DeepStack
-/// level, all `[image_tokens, hidden]`.
+/// level, all `[image_tokens + video_tokens, hidden]` with those of the images first.
 struct VisionFeatures {
-  at::Tensor image_features;
+  at::Tensor merged;
   std::vector<at::Tensor> deepstack;
 };
 
@@ -31,8 +31,8 @@ class Qwen3VLVision : public Module {
   Merger merger;
   std::vector<std::unique_ptr<Merger>> deepstack_merger_list;
 
-  Location image_token_mask{this, "image_token_mask"};
-  Location image_features{this, "image_features"};
+  Location image_token_mask{this, "image_token_mask"};  ///< of images, of videos, of both
+  Location image_features{this, "image_features"};      ///< of images, of videos
 
  private:
   Flow<at::Tensor> embed(Trace& trace, at::Tensor pixels, const VisionLayout& layout) const;
@@ -42,7 +42,7 @@ class Qwen3VLVision : public Module {
   std::int64_t merge_, table_side_;
 };
 
-/// The text blocks; after block k, DeepStack level k is added at the image tokens.
+/// The text blocks; after block k, DeepStack level k is added at the image and video tokens.
 class Qwen3VLText : public Module {
  public:
   struct Input {
@@ -86,6 +86,11 @@ class Qwen3VL : public CausalLM {
  protected:
   Flow<at::Tensor> hidden_states(Trace& trace, Inputs& inputs) const override;
   const RmsNorm& final_norm() const override { return model.language_model.norm; }
+
+ private:
+  /// Runs the tower on images and videos, scatters its features among the embeddings of `in`, and
+  /// puts the DeepStack levels there.
+  Flow<Qwen3VLText::Input> see(Trace& trace, const Inputs& inputs, Qwen3VLText::Input in) const;
 };
 
 }  // namespace vlscope

@@ -55,8 +55,8 @@ Besides these values, every module that the reference calls has `.input` (its fi
 (`model.layers[0].self_attn.q_proj.output`). Leaf modules have `.weight` and `.bias`.
 
 *With an image* means that a prompt without one raises `NotReachedError` there. Patch streams have a leading axis
-of 1, because every image of a prompt lies in one row of patches; the native modules serve and take the same stream
-without that axis (`model.vision.layers[0].output`, `[patches, vision_hidden_size]`), and edits reach both.
+of 1, because all images and videos of a prompt lie in one row of patches; the native modules serve and take the same
+stream without that axis (`model.vision.layers[0].output`, `[patches, vision_hidden_size]`), and edits reach both.
 """
 
 ORDER_HEAD = """## Order
@@ -88,7 +88,7 @@ class Forward:
 
     def __init__(self) -> None:
         self.model = vlscope.load("demo", dispatch=False)
-        text = _core.Inputs(input_ids=torch.tensor([[0]]))
+        text = _core.Inputs({"input_ids": torch.tensor([[0]])})
         self._on_text = {order for order, *_ in self.model._core.scan(text)}
 
     def hosts(self, kind: _core.Kind) -> list[vlscope.Module]:
@@ -105,7 +105,8 @@ class Forward:
         served = [place for place in places if place is not None]
         if not served:
             return "never"
-        when = "always" if served[0] in self._on_text else "with an image"
+        needs = {"": "an image or video", "image": "an image", "video": "a video"}[kind.values[offset].needs]
+        when = "always" if served[0] in self._on_text else f"with {needs}"
         return when if len(served) == len(places) else f"{when}, not in every block"
 
     def order(self) -> Iterator[str]:

@@ -15,6 +15,7 @@ class Value:
     description: str
     read_only: str
     unavailable: str
+    needs: str
 
 class Field:
     name: str
@@ -46,14 +47,7 @@ class Site:
     unavailable: str
 
 class Inputs:
-    def __init__(
-        self,
-        input_ids: torch.Tensor | None,
-        attention_mask: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        image_grid_thw: torch.Tensor | None = None,
-        logits_to_keep: int = 0,
-    ) -> None: ...
+    def __init__(self, tensors: dict[str, torch.Tensor | None], logits_to_keep: int = 0) -> None: ...
     input_ids: torch.Tensor
 
 def following(inputs: Inputs, tokens: torch.Tensor) -> Inputs: ...

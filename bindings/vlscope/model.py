@@ -24,7 +24,9 @@ from .tree import CausalLM, ModuleList, Record, plant
 __all__ = ["StandardizedTransformer", "load", "weight_counts"]
 
 _TASKS = ("image-text-to-text", "text-generation")
-_TENSORS = frozenset(("input_ids", "attention_mask", "pixel_values", "image_grid_thw"))
+_TENSORS = frozenset(
+    ("input_ids", "attention_mask", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+)
 #: Part of a processor's encoding, and not needed: positions follow from the ids and the grids.
 _IGNORED = ("mm_token_type_ids", "token_type_ids")
 _ELSEWHERE = {
@@ -265,9 +267,11 @@ class StandardizedTransformer(CausalLM):
         """A forward of `prompt`, open inside a `with` block; see `Tracer`.
 
         `prompt` is a string, chat messages, token ids, a processor's encoding, or a list of these (a
-        batch, padded on the left). `images` are PIL images, arrays, tensors or paths. Instead of a
-        prompt the tensors can be given: `input_ids=, attention_mask=, pixel_values=,
-        image_grid_thw=`. `logits_to_keep=n` computes the logits of the last n positions only.
+        batch, padded on the left). `images` are PIL images, arrays, tensors or paths; `videos` are
+        lists of frames, or arrays [frames, height, width, 3]. Instead of a prompt the tensors can
+        be given: `input_ids=, attention_mask=, pixel_values=, pixel_values_videos=,
+        image_grid_thw=, video_grid_thw=`. `logits_to_keep=n` computes the logits of the last n
+        positions only.
         Without any input, a block for several forwards: see `InvokeTracer`.
 
         Raises:
@@ -361,7 +365,8 @@ class StandardizedTransformer(CausalLM):
             _refuse_unknown(tensors)
             tensors = {**self._encode(prompt, images, videos), **tensors}
         elif images is not None or videos is not None:
-            raise InputError("images were given without a prompt: give the prompt too")
+            given = "videos" if images is None else "images"
+            raise InputError(f"{given} were given without a prompt: give the prompt too")
         elif tensors.get("input_ids") is None:
             _refuse_unknown(tensors)
             raise InputError("there is no prompt: give a prompt or input_ids")
@@ -371,12 +376,13 @@ class StandardizedTransformer(CausalLM):
         for name, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 tensors[name] = _as_tensor(name, value)
-        return _core.Inputs(logits_to_keep=logits_to_keep, **tensors)
+        return _core.Inputs(tensors, logits_to_keep)
 
     def _encode(self, prompt: Any, images: Any, videos: Any) -> Mapping[str, Any]:
-        if images is not None and self.task == "text-generation":
+        if (images is not None or videos is not None) and self.task == "text-generation":
+            given = "videos" if images is None else "images"
             raise InputError(
-                'images were given to a model loaded with task="text-generation". Load it with '
+                f'{given} were given to a model loaded with task="text-generation". Load it with '
                 'task="image-text-to-text".'
             )
         processor = self._light_processor()
@@ -535,8 +541,6 @@ def _refuse_unknown(names: Mapping[str, Any]) -> None:
     for name, value in names.items():
         if name in _TENSORS or name in _IGNORED or value is None:
             continue
-        if name in ("pixel_values_videos", "video_grid_thw"):
-            raise Unavailable(f"{name} was given: videos are not served by this version")
         reason = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
         raise TypeError(f"a trace takes no argument {name!r}{reason}")
 

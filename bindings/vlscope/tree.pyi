@@ -83,11 +83,12 @@ class CausalLM(Module):
     vision: Vision
     vocab_size: int
     input_ids: torch.Tensor
-    """Tokens [batch seq]: token ids, image placeholders expanded."""
+    """Tokens [batch seq]: token ids, placeholders expanded."""
     attention_mask: torch.Tensor
     """Tokens [batch seq]: 1 on tokens, 0 on padding."""
     token_embeddings: torch.Tensor
-    """Residual [batch seq hidden_size]: embedded tokens; image tokens still hold the placeholder's embedding."""
+    """Residual [batch seq hidden_size]: embedded tokens; image and video tokens still hold the placeholder's
+    embedding."""
     logits: torch.Tensor
     """Logits [batch seq vocab_size]: scores of the next token at each position."""
     next_token_probs: torch.Tensor
@@ -116,13 +117,14 @@ class TextLayer(Module):
     h   = x + self_attn(input_layernorm(x))
     out = h + mlp(post_attention_layernorm(h))
 
-so layer_input + attention_output + mlp_output == layer_output, bit for bit. On an image prompt the
-text model then adds DeepStack level k after block k (the first blocks only):
+so layer_input + attention_output + mlp_output == layer_output, bit for bit. With images or videos
+the text model then adds DeepStack level k after block k (the first blocks only):
 
     layers[k+1].input[mask]  == layers[k].layer_output[mask] + layers[k].deepstack_output
     layers[k+1].input[~mask] == layers[k].layer_output[~mask]
 
-with mask = vision.image_token_mask. layer_output is the stream before that add."""
+with mask = vision.visual_token_mask, which on an image prompt is vision.image_token_mask.
+layer_output is the stream before that add."""
 
     output: torch.Tensor
     input_layernorm: RMSNorm
@@ -134,7 +136,8 @@ with mask = vision.image_token_mask. layer_output is the stream before that add.
     layer_output: torch.Tensor
     """Residual [batch seq hidden_size]: the stream leaving the block, before any DeepStack add."""
     deepstack_output: torch.Tensor
-    """ImageFeatures [image_tokens hidden_size]: DeepStack features added at the image tokens after this block."""
+    """ImageFeatures [image_tokens hidden_size]: DeepStack features added at the image and video tokens after this
+    block."""
 
 class TextAttention(Module):
     """Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE."""
@@ -178,11 +181,14 @@ class TextRotary(Module):
     output: tuple[torch.Tensor, torch.Tensor]
 
 class Vision(Module):
-    """The vision tower. Every image of the prompt lies in one row of patches, in merge-block order:
-each four consecutive rows are the 2 x 2 block that becomes one image token.
+    """The vision tower. All images of the prompt, and behind them all frames of its videos, lie in one
+row of patches, in merge-block order: each four consecutive rows are the 2 x 2 block that becomes
+one image or video token.
 
-The image reaches the text model by image_features, scattered at the image tokens, and by each
-layers[k].deepstack_output, which is deepstack_merger_list[k].output."""
+An image reaches the text model by image_features, scattered at the image tokens, and by each
+layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video by video_features and
+the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
+prompt (visual_token_mask), and the tower the images first."""
 
     output: Record
     blocks: ModuleList[VisionLayer]
@@ -205,6 +211,12 @@ layers[k].deepstack_output, which is deepstack_merger_list[k].output."""
     image_token_mask: torch.Tensor
     """ImageTokenMask [batch seq]: True at the image tokens. image_token_mask follows from the token ids: assign
     model.input_ids."""
+    video_token_mask: torch.Tensor
+    """ImageTokenMask [batch seq]: True at the video tokens. video_token_mask follows from the token ids: assign
+    model.input_ids."""
+    visual_token_mask: torch.Tensor
+    """ImageTokenMask [batch seq]: True at the image and video tokens. visual_token_mask follows from the token ids:
+    assign model.input_ids."""
     patch_embeddings: torch.Tensor
     """Patches [images patches vision_hidden_size]: projected patches, before any position."""
     tower_output: torch.Tensor
@@ -212,6 +224,8 @@ layers[k].deepstack_output, which is deepstack_merger_list[k].output."""
     write moves nothing."""
     image_features: torch.Tensor
     """ImageFeatures [image_tokens hidden_size]: what is scattered at the image tokens."""
+    video_features: torch.Tensor
+    """ImageFeatures [video_tokens hidden_size]: what is scattered at the video tokens."""
 
 class VisionLayer(Module):
     """One block of the vision tower.

@@ -120,7 +120,7 @@ class TowerTest : public ::testing::Test {
   }
   Trace trace(bool with_image = true) {
     Trace::Options options;
-    options.visual = with_image;
+    options.images = with_image;
     return Trace(tree, forward(with_image), std::move(options));
   }
   const Site& output(const Module& module, int slot = 0) {
@@ -171,9 +171,7 @@ TEST_F(TowerTest, AModuleMayStillBeSkippedFromItsInputButNotFromInside) {
 
   Trace inside = trace();
   inside.read(input(tower.eye.lens));
-  EXPECT_THAT(message_of<OutOfOrderError>([&] {
-                inside.replace(tower.eye, at::zeros({2, 3}));
-              }),
+  EXPECT_THAT(message_of<OutOfOrderError>([&] { inside.replace(tower.eye, at::zeros({2, 3})); }),
               AllOf(HasSubstr("eye cannot be skipped"), HasSubstr("eye.lens.input")));
 }
 

@@ -58,13 +58,13 @@ def load(folder, attn_implementation, dtype=torch.float32):
 def complete(model, inputs):
     """Adds what transformers wants and vlscope derives: token types, and a text's positions by the attention mask.
 
-    With images transformers makes the same positions itself. Its plain text-only forward counts padding, and hands
+    With images or videos transformers makes the same positions itself. Its plain text-only forward counts padding, and hands
     every block a second form of the positions that none of them reads.
     """
     ids = inputs["input_ids"]
     types = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
     completed = {**inputs, "mm_token_type_ids": types, "use_cache": False}
-    if "image_grid_thw" not in inputs:
+    if "image_grid_thw" not in inputs and "video_grid_thw" not in inputs:
         completed["position_ids"], _ = model.model.get_rope_index(ids, types, attention_mask=inputs["attention_mask"])
     return completed
 
@@ -79,9 +79,13 @@ def plain(model, inputs):
 
 
 def run(model, inputs, edits=None):
-    """One watched forward."""
+    """One watched forward.
+
+    transformers runs its tower once for the images of a prompt and once more for its videos. Here it runs once on both,
+    images first, as vlscope does: the last bits of a row of a matrix product depend on how many rows there are.
+    """
     model.model.rope_deltas = None
-    recorder = _Recorder(model, edits or {})
+    recorder = _Recorder(model, edits or {}, inputs)
     recorder.named("input_ids", inputs["input_ids"])
     recorder.named("attention_mask", inputs["attention_mask"])
     with torch.no_grad(), recorder.watching():
@@ -154,9 +158,14 @@ def _names_at(path, side):
             yield match.expand(name), leading
 
 
+_VISUAL = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+
+
 class _Recorder:
-    def __init__(self, model, edits):
+    def __init__(self, model, edits, inputs):
         self.model, self.edits, self.edited = model, edits, set()
+        self.visual = [(inputs[pixels], inputs[grid]) for pixels, grid in _VISUAL if pixels in inputs]
+        self.pass_over_both = None
         self.run = Run()
         self.paths = {module: path for path, module in model.named_modules()}
         self.attending = None  # the attention module whose forward runs
@@ -173,7 +182,8 @@ class _Recorder:
             for target, name, wrapper in (
                 (modeling, "eager_attention_forward", self.attention(modeling.eager_attention_forward)),
                 (modeling, "apply_rotary_pos_emb_vision", self.rotary(modeling.apply_rotary_pos_emb_vision)),
-                (self.model.model, "get_image_features", self.features(self.model.model.get_image_features)),
+                (self.model.model, "get_image_features", self.features("image")),
+                (self.model.model, "get_video_features", self.features("video")),
             ):
                 stack.enter_context(mock.patch.object(target, name, wrapper))
             sdpa = self.attention(functions["sdpa"])
@@ -207,7 +217,11 @@ class _Recorder:
             args[0] = self.heads(args[0])
         self.run.order.append(f"{path}.inputs")
         if path == "model":
-            self.named("vision.image_token_mask", kwargs["input_ids"] == self.model.config.image_token_id)
+            image_mask = kwargs["input_ids"] == self.model.config.image_token_id
+            video_mask = kwargs["input_ids"] == self.model.config.video_token_id
+            self.named("vision.image_token_mask", image_mask)
+            self.named("vision.video_token_mask", video_mask)
+            self.named("vision.visual_token_mask", image_mask | video_mask)
         if path == TEXT and kwargs.get("deepstack_visual_embeds") is not None:
             kwargs["deepstack_visual_embeds"] = self.deepstack(kwargs["deepstack_visual_embeds"])
         if isinstance(module, (modeling.Qwen3VLVisionAttention, modeling.Qwen3VLTextAttention)):
@@ -246,15 +260,34 @@ class _Recorder:
             self.run.order.pop()  # the add, where the value is served, comes after block k
         return edited
 
-    def features(self, original):
-        def get_image_features(*args, **kwargs):
-            output = original(*args, **kwargs)
+    def features(self, kind):
+        original = self.model.model.get_image_features  # get_video_features is the same under another name
+
+        def get_features(pixels, grid_thw, **kwargs):
+            if len(self.visual) == 2:
+                output = self.part_of_both(kind, original, kwargs)
+            else:
+                output = original(pixels, grid_thw, **kwargs)
             sizes = [len(part) for part in output.pooler_output]
-            whole = self.named("vision.image_features", torch.cat(output.pooler_output))
+            whole = self.named(f"vision.{kind}_features", torch.cat(output.pooler_output))
             output.pooler_output = whole.split(sizes)
             return output
 
-        return get_image_features
+        return get_features
+
+    def part_of_both(self, kind, original, kwargs):
+        """The images' or the videos' part of one pass of the tower over both."""
+        if self.pass_over_both is None:
+            pixels, grids = zip(*self.visual, strict=True)
+            self.pass_over_both = original(torch.cat(pixels), torch.cat(grids), **kwargs)
+        whole, images = self.pass_over_both, len(self.visual[0][1])
+        rows = sum(len(part) for part in whole.pooler_output[:images])
+        files, rows = (slice(images), slice(rows)) if kind == "image" else (slice(images, None), slice(rows, None))
+        return type(whole)(
+            last_hidden_state=whole.last_hidden_state,
+            pooler_output=whole.pooler_output[files],
+            deepstack_features=[level[rows] for level in whole.deepstack_features],
+        )
 
     def site(self):
         return standard(self.attending)

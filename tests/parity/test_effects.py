@@ -9,7 +9,8 @@ from sites import difference, read, write
 
 # Heads made from a written pattern go by plain matrix products; under sdpa both sides leave the fused kernel there.
 RECOMPUTED = ("attention_scores", "attention_probabilities")
-READ_ONLY = {"vision.image_token_mask", "next_token_probs", "input_ids", "attention_mask"}
+MASKS = {f"vision.{kind}_token_mask" for kind in ("image", "video", "visual")}
+READ_ONLY = {*MASKS, "next_token_probs", "input_ids", "attention_mask"}
 # Every kind of site at its first and its last place; `vision.tower_output` moves nothing on either side.
 MODELS = ["dense", "unordered_taps"]
 

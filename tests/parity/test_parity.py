@@ -108,7 +108,7 @@ def values_of(host):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_value_of_the_tree_is_compared(name, vlscope_model, reference_run):
     """Walks the hosts of the tree: what they declare and what the reference recorded are the same names."""
-    model, run = vlscope_model(name, "eager"), reference_run(name, "eager", "one_image")
+    model, run = vlscope_model(name, "eager"), reference_run(name, "eager", "images_and_videos")
     hosts = {"": model, "vision": model.vision, "projector": model.projector}
     for tower, blocks in (("", model.layers), ("vision.", model.vision.layers)):
         for i, block in enumerate(blocks):
