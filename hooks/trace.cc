@@ -237,6 +237,11 @@ void Trace::advance(const Site& site) {
 /// What the prompt lacks is known from the start.
 void Trace::check_given(const Site& site) const {
   const auto refuse = [&](const char* what, const char* give) {
+    if (options_.later_step) {
+      throw NotReachedError(fmt::format(
+          "{} is not reached: what a generation sees, it sees on its prompt step (step 0).",
+          site.path));
+    }
     throw NotReachedError(
         fmt::format("{} is not reached: there is no {} in this prompt. Give {} to the trace.",
                     site.path, what, give));

@@ -52,6 +52,7 @@ class Trace {
   struct Options {
     bool images = false;              ///< The input carries images.
     bool videos = false;              ///< The input carries videos.
+    bool later_step = false;          ///< A step of a generation after the prompt's.
     std::vector<at::Tensor> foreign;  ///< The caller's tensors: served as copies, never edited.
     Visitor visitor = nullptr;        ///< Visit every location and stop at none.
   };

@@ -155,6 +155,7 @@ void Model::note_weight_edits() {
 std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
   Trace::Options options;
+  options.later_step = inputs.cache && inputs.past() > 0;
   options.images = inputs.pixel_values.defined();
   options.videos = inputs.pixel_values_videos.defined();
   if (text_only_ && (options.images || options.videos)) {

@@ -217,7 +217,7 @@ def test_image_values_are_there_on_the_prompt_step_alone(model, image):
                 model.layers[0].deepstack_output
             else:
                 assert mask.shape == (1, 1) and not mask.any()
-                with pytest.raises(vlscope.NotReachedError):
+                with pytest.raises(vlscope.NotReachedError, match="on its prompt step"):
                     model.vision.image_features
 
 
