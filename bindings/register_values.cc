@@ -16,7 +16,8 @@ void register_values(py::module_& module) {
       .def_readonly("dims", &Value::dims)
       .def_readonly("description", &Value::description)
       .def_readonly("read_only", &Value::read_only)
-      .def_readonly("unavailable", &Value::unavailable);
+      .def_readonly("unavailable", &Value::unavailable)
+      .def_readonly("list", &Value::list);
 
   py::class_<Field>(module, "Field", "One argument of a module's call, or one part of its result.")
       .def_readonly("name", &Field::name)

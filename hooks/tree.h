@@ -20,6 +20,7 @@ struct Site {
   std::string path;         ///< "layers.3.self_attn.attention_queries"
   std::string read_only;    ///< Not empty: why it is never assigned.
   std::string unavailable;  ///< Not empty: why it is never served.
+  bool list = false;        ///< The first of as many tensors as the location offers from here on.
 };
 
 /// Index of the modules, locations and sites below a root. Built once, after construction of the

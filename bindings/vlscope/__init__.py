@@ -29,7 +29,7 @@ from .errors import (
 )
 from .model import StandardizedTransformer, load, weight_counts
 from .trace import InvokeTracer, Saved, Tracer, save
-from .tree import Module, ModuleList, Record, Value
+from .tree import Module, ModuleList, Record, Tensors, Value
 
 __version__ = "0.1.0"
 
@@ -47,6 +47,7 @@ __all__ = [
     "Record",
     "Saved",
     "StandardizedTransformer",
+    "Tensors",
     "Tracer",
     "Unavailable",
     "UnsupportedFamily",

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <utility>
 
-#include "core/ops/attention.h"
 #include "core/ops/rotary.h"
 
 namespace vlscope {
@@ -73,8 +72,18 @@ Flow<TextAttention::Heads> TextAttention::project(Trace& trace, at::Tensor x,
   heads.q = ops::rotate(heads.q.transpose(1, 2), cos, sin);
   heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
   heads.v = per_head(heads.v).transpose(1, 2);
-  co_await trace.at(queries, heads.q, heads.k, heads.v);
+  at::Tensor mask = context.mask;
+  co_await trace.at(queries, heads.q, heads.k, heads.v, mask);
   co_return heads;
+}
+
+at::Tensor TextAttention::score_rows(Trace& trace, Site site, const ops::RowChoice& rows) const {
+  const auto offered = [&](int slot) {
+    site.slot = slot;
+    return trace.peek(site);
+  };
+  const at::Tensor q = offered(0), k = offered(1), mask = offered(3);
+  return ops::score_rows(q, k, mask, scale_, rows);
 }
 
 // Under sdpa the pattern is computed only for a reader who waits for it, and only one that the

@@ -189,6 +189,16 @@ class _Recorder:
         self.run.values[name] = tensor
         return tensor
 
+    def named_part(self, name, tensor):
+        """The next element of a value that is a tuple, one for each image; an edit is applied to each."""
+        if name not in self.run.values:
+            self.run.order.append(name)
+        if name in self.edits:
+            tensor = self.edits[name](tensor.clone())
+            self.edited.add(name)
+        self.run.values[name] = (*self.run.values.get(name, ()), tensor)
+        return tensor
+
     def at(self, path, side, tensor):
         """The named values and native edits that live at one side of a module."""
         key = f"{path}.{side}"
@@ -326,6 +336,12 @@ class _Recorder:
             self.segments[site] = []
             self.run.order += [f"{site}.attention_{name}" for name in ("queries", "keys", "values")]
         self.segments[site].append((query, key, value))
+        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+        scores = self.named_part(f"{site}.image_attention_scores", scores[0])
+        pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        pattern = self.named_part(f"{site}.image_attention_probabilities", pattern)
+        if {f"{site}.image_attention_scores", f"{site}.image_attention_probabilities"} & self.edited:
+            return torch.matmul(pattern[None], value).transpose(1, 2).contiguous(), None
         return original(
             module,
             query,
