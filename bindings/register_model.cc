@@ -149,7 +149,8 @@ void register_model(py::module_& module) {
       .def_property_readonly("images_axis",
                              [](const Site& self) { return self.view == View::kImagesAxis; })
       .def_readonly("read_only", &Site::read_only)
-      .def_readonly("unavailable", &Site::unavailable);
+      .def_readonly("unavailable", &Site::unavailable)
+      .def_readonly("list", &Site::list);
 
   py::class_<Inputs>(module, "Inputs", "The tensors of one forward.")
       .def(py::init(&make_inputs), py::arg("tensors"), py::arg("logits_to_keep") = 0)

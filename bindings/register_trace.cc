@@ -1,4 +1,5 @@
 // Python face of hooks/trace.h.
+#include <fmt/format.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
@@ -9,6 +10,8 @@
 #include "bindings/register.h"
 #include "bindings/running_trace.h"
 #include "core/errors.h"
+#include "core/ordinary_mode.h"
+#include "models/text/decoder.h"
 
 namespace py = pybind11;
 
@@ -24,6 +27,12 @@ void check_interrupt() {
   last = now;
   const py::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+/// The site of the queries as a reader of rows knows it.
+Site row_site(Site queries) {
+  queries.path = queries.host->site_path() + ".attention_row";
+  return queries;
 }
 
 }  // namespace
@@ -69,12 +78,6 @@ at::Tensor RunningTrace::read(int index) {
   return trace_->read(wanted);
 }
 
-at::Tensor RunningTrace::read_element(int index, int element_index) {
-  const Use use(*this);
-  const py::gil_scoped_release released;
-  return trace_->read(element(index, element_index));
-}
-
 bool RunningTrace::writable(int index) const {
   return site(index).read_only.empty() && site(index).unavailable.empty();
 }
@@ -87,16 +90,39 @@ void RunningTrace::write(int index, at::Tensor value) {
   trace_->write(wanted, std::move(value));
 }
 
-void RunningTrace::write_element(int index, int element_index, at::Tensor value) {
+std::vector<at::Tensor> RunningTrace::read_list(int index) {
   const Use use(*this);
   const py::gil_scoped_release released;
-  trace_->write(element(index, element_index), std::move(value));
+  std::vector<at::Tensor> values;
+  for (const Site* site : elements(index)) values.push_back(trace_->read(*site));
+  return values;
 }
 
-int RunningTrace::count_from(int index) {
+void RunningTrace::write_list(int index, const std::vector<at::Tensor>& values) {
   const Use use(*this);
   const py::gil_scoped_release released;
-  return trace_->slots(site(index)) - site(index).slot;
+  const std::vector<const Site*> sites = elements(index);
+  if (values.size() != sites.size()) {
+    throw InputError(fmt::format("{} is a tuple of {} tensors; {} were assigned.", site(index).path,
+                                 sites.size(), values.size()));
+  }
+  for (std::size_t i = 0; i < sites.size(); ++i) trace_->check_value(*sites[i], values[i]);
+  for (std::size_t i = 0; i < sites.size(); ++i) trace_->write(*sites[i], values[i]);
+}
+
+std::int64_t RunningTrace::count_queries(int index) {
+  const Use use(*this);
+  const py::gil_scoped_release released;
+  return trace_->peek(row_site(site(index))).size(2);
+}
+
+at::Tensor RunningTrace::attention_rows(int index, const ops::RowChoice& rows, bool scores) {
+  const Use use(*this);
+  const py::gil_scoped_release released;
+  const OrdinaryMode mode;
+  const auto& attention = dynamic_cast<const TextAttention&>(*site(index).host);
+  const at::Tensor result = attention.score_rows(*trace_, row_site(site(index)), rows);
+  return scores ? result : ops::attention_probabilities(result);
 }
 
 void RunningTrace::replace(int module, at::Tensor value) {
@@ -122,7 +148,15 @@ const Site& RunningTrace::element(int index, int element_index) {
   }
   elements_->push_back(site(index));
   elements_->back().slot = slot;
+  elements_->back().path += fmt::format(".{}", element_index);
   return elements_->back();
+}
+
+std::vector<const Site*> RunningTrace::elements(int index) {
+  const int count = trace_->slots(site(index)) - site(index).slot;
+  std::vector<const Site*> sites;
+  for (int i = 0; i < count; ++i) sites.push_back(&element(index, i));
+  return sites;
 }
 
 void register_trace(py::module_& module) {
@@ -130,10 +164,17 @@ void register_trace(py::module_& module) {
 
   py::class_<RunningTrace>(module, "Trace", "One forward, advanced by its reader.")
       .def("read", &RunningTrace::read)
-      .def("read_element", &RunningTrace::read_element)
       .def("write", &RunningTrace::write)
-      .def("write_element", &RunningTrace::write_element)
-      .def("count_from", &RunningTrace::count_from)
+      .def("read_list", &RunningTrace::read_list)
+      .def("write_list", &RunningTrace::write_list)
+      .def("count_queries", &RunningTrace::count_queries)
+      .def(
+          "attention_rows",
+          [](RunningTrace& self, int site, std::vector<std::int64_t> heads,
+             std::vector<std::int64_t> queries, bool scores) {
+            return self.attention_rows(site, {std::move(heads), std::move(queries)}, scores);
+          },
+          py::arg("site"), py::arg("heads"), py::arg("queries"), py::arg("scores"))
       .def("replace", &RunningTrace::replace)
       .def("finish", &RunningTrace::finish)
       .def("check_edits", &RunningTrace::check_edits)

@@ -17,9 +17,13 @@ void register_values(py::module_& module) {
       .def_readonly("description", &Value::description)
       .def_readonly("read_only", &Value::read_only)
       .def_readonly("unavailable", &Value::unavailable)
-      .def_property_readonly("needs", [](const Value& self) {
-        return self.needs == Needs::kImage ? "image" : self.needs == Needs::kVideo ? "video" : "";
-      });
+      .def_property_readonly("needs",
+                             [](const Value& self) {
+                               return self.needs == Needs::kImage   ? "image"
+                                      : self.needs == Needs::kVideo ? "video"
+                                                                    : "";
+                             })
+      .def_readonly("list", &Value::list);
 
   py::class_<Field>(module, "Field", "One argument of a module's call, or one part of its result.")
       .def_readonly("name", &Field::name)

@@ -7,7 +7,9 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "core/ops/attention.h"
 #include "models/model.h"
 
 namespace vlscope {
@@ -18,14 +20,17 @@ class RunningTrace {
       : model_(std::move(model)), trace_(std::move(trace)) {}
 
   at::Tensor read(int site);
-  /// The element `index` of the list that starts at `site`.
-  at::Tensor read_element(int site, int index);
   void write(int site, at::Tensor value);
   /// False if the site is never assigned, or never served.
   bool writable(int site) const;
-  void write_element(int site, int index, at::Tensor value);
-  /// Tensors offered at the site's location, from the site's slot on.
-  int count_from(int site);
+  /// The list that starts at `site`: every tensor that its location offers from there on.
+  std::vector<at::Tensor> read_list(int site);
+  /// Writes all of a list, or nothing if a value does not fit.
+  void write_list(int site, const std::vector<at::Tensor>& values);
+  /// Queries of a text attention, after advancing to them. `site` is its attention_queries.
+  std::int64_t count_queries(int site);
+  /// Rows of its probabilities, or of its scores.
+  at::Tensor attention_rows(int site, const ops::RowChoice& rows, bool scores);
   void replace(int module, at::Tensor value);
   at::Tensor finish();
   void check_edits();
@@ -39,6 +44,7 @@ class RunningTrace {
  private:
   const Site& site(int index) const { return model_->tree().sites().at(index); }
   const Site& element(int site, int index);
+  std::vector<const Site*> elements(int site);
 
   /// Held while the trace is used. A second thread, or a signal handler of the first, is refused:
   /// the forward is suspended in one place only.

@@ -1,13 +1,12 @@
 #include "hooks/trace.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/clone.h>
-#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 
 #include <limits>
 
 #include "core/errors.h"
+#include "core/ordinary_mode.h"
 #include "core/text.h"
 
 namespace vlscope {
@@ -15,20 +14,6 @@ namespace {
 
 constexpr int kNowhere = std::numeric_limits<int>::min();
 constexpr int kEnd = std::numeric_limits<int>::max();
-
-/// Ordinary tensors are promised everywhere, so inference mode never reaches the forward or the
-/// views that it serves. Gradients stay off under it, as its user expects.
-class OrdinaryMode {
- public:
-  OrdinaryMode()
-      : grad_(at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled()), mode_(false) {
-    at::GradMode::set_enabled(grad_);
-  }
-
- private:
-  bool grad_;
-  c10::InferenceMode mode_;
-};
 
 at::Tensor through(View view, const at::Tensor& tensor) {
   switch (view) {
@@ -191,6 +176,15 @@ void Trace::write(const Site& site, at::Tensor value) {
   std::erase_if(served_, [&](const Served& served) { return served.slot == site.slot; });
   remember(site, value);
   assigned_ = true;
+}
+
+void Trace::check_value(const Site& site, const at::Tensor& value) {
+  check_fits(site, value, read(site));
+}
+
+at::Tensor Trace::peek(const Site& site) {
+  advance(site);
+  return live(site);
 }
 
 void Trace::replace(const Module& module, at::Tensor value) {

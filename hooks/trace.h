@@ -111,6 +111,11 @@ class Trace {
   /// Puts `value` in place of what the forward holds at a site, after advancing to it.
   /// @throws InputError if shape, dtype or device differ; whatever `read` throws
   void write(const Site& site, at::Tensor value);
+  /// Throws InputError where `write` would, for the shape, dtype or device of `value`.
+  void check_value(const Site& site, const at::Tensor& value);
+  /// The tensor at a site as the forward holds it, after advancing there. Not for the reader's
+  /// hands: neither its aliases nor its edits are followed.
+  at::Tensor peek(const Site& site);
   /// True if reading the site needs no step of the forward.
   bool stands_at(const Site& site) const { return standing_ == site.location && !on_demand_; }
   /// The number of tensors that the location of `site` offers; advances to it.

@@ -18,7 +18,8 @@ Site value_site(const Module& module, const Value& value) {
           module.site_path() + dot + value.name,
           value.read_only,
           module.unavailable(value),
-          value.needs};
+          value.needs,
+          value.list};
 }
 
 }  // namespace
@@ -48,12 +49,13 @@ void Tree::add_fields(const Module& module, const Location& location,
   for (const Field& field : fields) {
     // A list has as many slots as the module's forward offers; its elements are reached by counting
     // on from its first site.
-    const int slots = field.slots == Field::kList ? 1 : field.slots;
-    for (int i = 0; i < slots; ++i) {
+    const bool list = field.slots == Field::kList;
+    for (int i = 0; i < (list ? 1 : field.slots); ++i) {
       const std::string read_only =
           field.read_only ? field.name + " was acted on before the module was called" : "";
       sites_.push_back({&module, &location, slot++, field.read_only ? View::kCopy : View::kWhole,
-                        location.path(), read_only, ""});
+                        location.path() + (list ? "." + field.name : ""), read_only, "",
+                        Needs::kNothing, list});
     }
   }
 }

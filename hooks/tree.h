@@ -21,6 +21,7 @@ struct Site {
   std::string read_only;    ///< Not empty: why it is never assigned.
   std::string unavailable;  ///< Not empty: why it is never served.
   Needs needs = Needs::kNothing;
+  bool list = false;  ///< The first of as many tensors as the location offers from here on.
 };
 
 /// Index of the modules, locations and sites below a root. Built once, after construction of the

@@ -1,11 +1,13 @@
 #include "hooks/values.h"
 
+#include <algorithm>
+
 namespace vlscope {
 namespace {
 
 const std::string kPerImage =
     "no one tensor is the block's pattern: the attention runs once per image, over the slices that "
-    "cu_seqlens marks. Softmax the scores of each slice: "
+    "cu_seqlens marks. Read image_attention_probabilities, or softmax the scores of each slice: "
     "(q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)";
 
 Field keyword(std::string name, int slots = 1) { return {std::move(name), true, slots, false}; }
@@ -53,6 +55,13 @@ std::vector<Value> attention_values(const std::string& queries, const std::strin
   };
 }
 
+/// A pattern for each segment of cu_seqlens.
+Value per_image(const std::string& name, const std::string& description) {
+  Value value{name, "ImagePattern", "heads query key", description + " of each image", name};
+  value.list = true;
+  return value;
+}
+
 std::vector<Value> vision_attention_values() {
   auto values =
       attention_values("images heads patches head_dim", "images heads patches head_dim",
@@ -64,6 +73,11 @@ std::vector<Value> vision_attention_values() {
     value.dims = "";
     value.unavailable = kPerImage;
   }
+  const auto heads = std::find_if(values.begin(), values.end(), [](const Value& value) {
+    return value.name == "attention_head_outputs";
+  });
+  values.insert(heads, {per_image("image_attention_scores", "scaled scores"),
+                        per_image("image_attention_probabilities", "softmax of the scores")});
   return values;
 }
 
@@ -141,7 +155,9 @@ layer_output is the stream before that add.)",
 
 const Kind text_attention{
     "TextAttention",
-    "Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE.",
+    R"(Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE.
+
+attention_row(query, heads) gives rows of attention_probabilities without making the whole.)",
     {keyword("hidden_states"), keyword("attention_mask"), keyword("position_embeddings", 2)},
     Form::kTuple,
     {{"attention_output"}, {"attention_probabilities"}},
@@ -222,7 +238,12 @@ so layer_input + attention_output + mlp_output == layer_output, bit for bit.)",
                         /*keeps_shape=*/true};
 
 const Kind vision_attention{"VisionAttention",
-                            "Attention of a vision block, within each image (and video frame).",
+                            R"(Attention of a vision block, within each image (and video frame).
+
+    image_attention_probabilities[j] @ attention_values[0, :, a:b]
+        == attention_head_outputs[0, a:b].transpose(0, 1)
+
+with a, b = cu_seqlens[j], cu_seqlens[j + 1].)",
                             {{"hidden_states"},
                              fixed(keyword("cu_seqlens")),
                              fixed(keyword("max_seqlen")),

@@ -30,6 +30,9 @@ struct Value {
   std::string read_only = {};    ///< Not empty: why it cannot be assigned, and what to assign.
   std::string unavailable = {};  ///< Not empty: why no model serves it.
   Needs needs = Needs::kNothing;
+  /// As many tensors as the location offers from the slot on, such as one for each image. `layout`
+  /// and `dims` are those of each.
+  bool list = false;
 };
 
 /// One argument of a module's call, or one part of its result.

@@ -21,6 +21,11 @@ def write(root, site, value):
     setattr(resolve(root, owner), name, value)
 
 
+def each(function, value):
+    """`function` of a value that is one tensor, or of each of a tuple."""
+    return tuple(function(part) for part in value) if isinstance(value, tuple) else function(value)
+
+
 def difference(ours, theirs, tolerance=0.0):
     """None where both agree (to the bit, or within `tolerance` of the largest magnitude), else how they do not."""
     if isinstance(theirs, torch.Tensor):

@@ -30,7 +30,7 @@ from .errors import (
 from .generation import GenerationTracer, Sampling
 from .model import StandardizedTransformer, load, weight_counts
 from .trace import InvokeTracer, Saved, Tracer, save
-from .tree import Module, ModuleList, Record, Value
+from .tree import Module, ModuleList, Record, Tensors, Value
 
 __version__ = "0.1.0"
 
@@ -50,6 +50,7 @@ __all__ = [
     "Sampling",
     "Saved",
     "StandardizedTransformer",
+    "Tensors",
     "Tracer",
     "Unavailable",
     "UnsupportedFamily",

@@ -13,6 +13,7 @@ import torch
 __all__ = [
     "HeadOutputs",
     "ImageFeatures",
+    "ImagePattern",
     "ImageTokenMask",
     "Keys",
     "Logits",
@@ -57,6 +58,7 @@ Queries = Layout("Queries", "batch heads seq head_dim")
 Keys = Layout("Keys", "batch kv_heads seq head_dim")
 Values = Layout("Values", "batch kv_heads seq head_dim")
 Pattern = Layout("Pattern", "batch heads query key")
+ImagePattern = Layout("ImagePattern", "heads query key")
 HeadOutputs = Layout("HeadOutputs", "batch seq heads head_dim")
 Patches = Layout("Patches", "images patches vision_hidden_size")
 ImageTokenMask = Layout("ImageTokenMask", "batch seq", "bool")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from . import _core
-from .errors import CheckpointNotFound, ConfigError, InputError, Unavailable
+from .errors import CheckpointNotFound, ConfigError, InputError
 from .generation import GenerationTracer, Sampling
 from .trace import InvokeTracer, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
@@ -390,9 +390,10 @@ class StandardizedTransformer(CausalLM):
             return processor.encode_prompt(prompt, images, videos)
         return processor(text=prompt, images=images, videos=videos, return_tensors="pt")
 
-    def scan(self, prompt: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
+    def scan(self, prompt: Any = None, **inputs: Any) -> dict[str, Any]:
         """Shape and dtype of every value that a forward of this input reaches, as empty tensors on
-        the "meta" device, by site. Needs no weights and computes nothing. Takes what `trace` takes.
+        the "meta" device, by site; a tuple of them where the value is one. Needs no weights and
+        computes nothing. Takes what `trace` takes.
 
         >>> model.scan("Hello")["layers.0.self_attn.attention_queries"].shape
         torch.Size([1, 4, 1, 32])
@@ -401,11 +402,16 @@ class StandardizedTransformer(CausalLM):
             (order, slot): torch.empty(shape, dtype=dtype, device="meta")
             for order, slot, shape, dtype in self._core.scan(self._prepare(prompt, **inputs))
         }
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, Any] = {}
         for index, place in enumerate(self._sites):
             order = self._core.order_of(index)
             value = None if order is None else offered.get((order, place.slot))
-            if value is not None and not place.unavailable:
+            if value is None or place.unavailable:
+                continue
+            if place.list:
+                rest = [part for (at, slot), part in offered.items() if at == order and slot >= place.slot]
+                found.setdefault(place.path, tuple(rest))
+            else:
                 found.setdefault(place.path, value[None] if place.images_axis else value)
         return found
 

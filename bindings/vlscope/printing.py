@@ -19,7 +19,8 @@ def _value_lines(module: Module) -> Iterator[str]:
         if reason:
             yield f"({value.name}) -> unavailable: {reason}"
         else:
-            yield f"({value.name}) -> {value.layout} [{value.dims}]: {value.description}"
+            layout = f"tuple of {value.layout}" if value.list else value.layout
+            yield f"({value.name}) -> {layout} [{value.dims}]: {value.description}"
 
 
 def _aliases(module: Module) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 
 from . import _core
-from .tree import KINDS, OPEN, Module, plant
+from .tree import KINDS, OPEN, Module, Tensors, plant
 
 if TYPE_CHECKING:
     from .model import StandardizedTransformer
@@ -255,11 +255,12 @@ def save(value: T) -> T:
     tracers = [tracer for tracer in OPEN.get() if tracer._core is not None]
     if not tracers:
         raise ValueError("nothing is being traced: save inside `with model.trace(prompt): ...`")
-    if isinstance(value, torch.Tensor):
+    tensor = value[0] if isinstance(value, Tensors) else value
+    if isinstance(tensor, torch.Tensor):
         for tracer in reversed(tracers):
-            site = tracer._core.site_of(value)
+            site = tracer._core.site_of(tensor)
             if site is not None:
-                tracer.saved._keep(site, value)
+                tracer.saved._keep(site if tensor is value else site.rpartition(".")[0], value)
                 return value
     tracers[-1].saved._keep(None, value)
     return value

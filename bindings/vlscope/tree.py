@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .model import StandardizedTransformer
     from .trace import Tracer
 
-__all__ = ["KINDS", "OPEN", "SIZES_OF", "Module", "ModuleList", "Record", "Value", "near_names"]
+__all__ = ["KINDS", "OPEN", "SIZES_OF", "METHODS", "Module", "ModuleList", "Record", "Tensors", "Value", "near_names"]
 
 
 #: Tracers whose blocks the current task is in, innermost last.
@@ -80,22 +80,48 @@ class Record(Mapping[str, Any]):
         return f"Record({parts})"
 
 
+class Tensors(tuple[torch.Tensor, ...]):
+    """The tensors of a value that is several, such as one for each image. Edit an element in place,
+    or assign a whole tuple to the value."""
+
+    __slots__ = ()
+
+    def save(self) -> Tensors:
+        """Keep all of them in the trace, under the value's name; returns the tuple."""
+        from .trace import save
+
+        return save(self)
+
+
 class Value(property):
-    """A named value. On the class it describes itself; on an instance it is the live tensor.
+    """A named value. On the class it describes itself; on an instance it is the live tensor, or for
+    `many` a tuple of them.
 
     Attributes: `layout` (a class of `vlscope.layouts`), `dims` (its axes), `__doc__`.
     """
 
     layout: layouts.Layout
     dims: tuple[str, ...]
+    many: bool
 
     def __init__(self, declared: _core.Value, offset: int) -> None:
+        def read_many(host: Module) -> Tensors:
+            return host._read_many(host._values + offset)
+
+        def write_many(host: Module, values: Sequence[torch.Tensor]) -> None:
+            host._write_many(host._values + offset, values)
+
         axes = f"[{declared.dims}]" if declared.dims else "unavailable"
         note = declared.read_only or declared.unavailable
-        doc = f"{declared.layout} {axes}: {declared.description}." + (f" {note}." if note else "")
-        access = _core.Accessor("values", offset)
-        super().__init__(access, access)
+        layout = f"tuple of {declared.layout}" if declared.list else declared.layout
+        doc = f"{layout} {axes}: {declared.description}." + (f" {note}." if note else "")
+        if declared.list:
+            super().__init__(read_many, write_many)
+        else:
+            access = _core.Accessor("values", offset)
+            super().__init__(access, access)
         self.__doc__ = doc
+        self.many = declared.list
         self.name = declared.name
         self.layout = getattr(layouts, declared.layout)
         self.dims = tuple(declared.dims.split())
@@ -190,14 +216,24 @@ class Module(_core.ModuleBase):
             )
         tracer._core.write(site, value)
 
+    def _read_many(self, site: int) -> Tensors:
+        return Tensors(self._open(site)._core.read_list(site))
+
+    def _write_many(self, site: int, values: Any) -> None:
+        place = self._model._sites[site]
+        if not isinstance(values, (tuple, list)):
+            raise InputError(f"{place.path} takes a tuple of tensors, not {type(values).__name__}")
+        for k, value in enumerate(values):
+            if not isinstance(value, torch.Tensor):
+                raise InputError(f"{place.path}.{k} takes a tensor, not {type(value).__name__}")
+        self._open(site)._core.write_list(site, values)
+
     def _read_fields(self, fields: Sequence[_core.Field], site: int) -> list[Any]:
         tracer = self._open(site)
         parts: list[Any] = []
         for field in fields:
             if field.slots < 0:
-                count = tracer._core.count_from(site)
-                elements = tuple(tracer._core.read_element(site, k) for k in range(count))
-                parts.append(elements or None)
+                parts.append(self._read_many(site) or None)
                 site += 1
             elif field.slots == 1:
                 parts.append(tracer._core.read(site))
@@ -209,18 +245,20 @@ class Module(_core.ModuleBase):
 
     def _write_fields(self, fields: Sequence[_core.Field], site: int, parts: Sequence[Any]) -> None:
         for field, part, old in zip(fields, parts, self._read_fields(fields, site), strict=True):
+            if field.slots < 0:
+                self._write_many(site, () if part is None else part)
+                site += 1
+                continue
             if field.slots == 1:
                 if part is not old and not field.read_only:
                     self._write(site, part)
                 site += 1
                 continue
-            old, part = old or (), () if part is None else part
             if not isinstance(part, (tuple, list)) or len(part) != len(old):
                 raise InputError(f"{self._site_path}: {field.name} is a tuple of {len(old)} tensors")
-            for k, (element, before) in enumerate(zip(part, old, strict=True)):
-                if element is not before:
-                    self._open(site)._core.write_element(site, k, element)
-            site += 1 if field.slots < 0 else field.slots
+            for k, element in enumerate(part):
+                self._write(site + k, element)
+            site += field.slots
 
     input = property(
         *[_core.Accessor("inputs", 0)] * 2, doc="The first argument of the module's call, positional or keyword."
@@ -311,9 +349,9 @@ class Module(_core.ModuleBase):
         """The module, list or value at a dotted path below this one: `get("layers.0.self_attn")`."""
         found: Any = self
         for name in path.split("."):
-            if isinstance(found, ModuleList):
+            if isinstance(found, (ModuleList, Tensors)):
                 if not name.lstrip("-").isdigit():
-                    raise AttributeError(f"{path!r}: {found._path} takes an index, not {name!r}")
+                    raise AttributeError(f"{path!r}: a list takes an index, not {name!r}")
                 found = found[int(name)]
             else:
                 found = getattr(found, name)
@@ -382,6 +420,57 @@ class Module(_core.ModuleBase):
 
 
 _TENSOR_OUTPUT = property(*[_core.Accessor("outputs", 0)] * 2, doc="The tensor that the call returned.")
+Indices = int | slice | Sequence[int] | torch.Tensor
+
+
+def _indices(chosen: Indices, count: int, what: str) -> list[int]:
+    """The places of `chosen` among `count`: an integer, a slice, or several integers."""
+    if isinstance(chosen, slice):
+        return list(range(count)[chosen])
+    if isinstance(chosen, torch.Tensor):
+        chosen = chosen.tolist()
+    indices = [operator.index(index) for index in ([chosen] if isinstance(chosen, SupportsIndex) else chosen)]
+    for index in indices:
+        if not -count <= index < count:
+            raise IndexError(f"{what} {index}: there are {count}, 0 to {count - 1}")
+    return [index % count for index in indices]
+
+
+def attention_row(
+    self: Module,
+    query: Indices = -1,
+    heads: Indices | None = None,
+    *,
+    scores: bool = False,
+) -> torch.Tensor:
+    """Rows of `attention_probabilities`, [batch, heads, queries, keys], without making the whole.
+
+    An integer drops its axis: by default the last position's row of every head, [batch, heads, keys].
+    Costs one product of each query with its keys, so memory stays linear in the prompt, and what
+    flows on is not changed. Under eager too the row is a product of its own; its last bits may
+    differ from those of the whole pattern.
+
+    Read-only: to change a pattern, edit `attention_probabilities`. The row shows the queries and keys
+    as they are at the call, edits included. It is read where they are: before this block's scores,
+    probabilities or anything later. A whole pattern that is read anyway has the row in it.
+
+    Args:
+        query: positions in the padded prompt; negative ones count from its end.
+        heads: query heads; all by default.
+        scores: gives the scaled and masked scores in place of the probabilities.
+
+    Raises:
+        OutOfOrderError, NotReachedError: as `attention_queries` does, before anything moves.
+        IndexError: for a head or position that is not there.
+    """
+    site = self._values + next(i for i, value in enumerate(self._kind.values) if value.name == "attention_queries")
+    chosen = _indices(slice(None) if heads is None else heads, self._model.num_heads, "head")
+    running = self._open(site)._core
+    rows = _indices(query, running.count_queries(site), "query")
+    result: torch.Tensor = running.attention_rows(site, chosen, rows, scores)
+    if isinstance(query, SupportsIndex):
+        result = result.squeeze(2)
+    return result.squeeze(1) if isinstance(heads, SupportsIndex) else result
 
 
 def _make_class(kind: _core.Kind) -> type[Module]:
@@ -395,6 +484,12 @@ def _make_class(kind: _core.Kind) -> type[Module]:
 #: The class of each kind of module, by name.
 KINDS: dict[str, type[Module]] = {kind.name: _make_class(kind) for kind in _core.all_kinds()}
 globals().update(KINDS)
+
+#: What a kind can be asked beside its values.
+METHODS: dict[str, tuple[Callable[..., Any], ...]] = {"TextAttention": (attention_row,)}
+for _kind, _methods in METHODS.items():
+    for _method in _methods:
+        setattr(KINDS[_kind], _method.__name__, _method)
 
 
 def _add_size(kind: str, name: str, doc: str) -> None:

@@ -8,6 +8,8 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 
 #include <limits>
@@ -33,6 +35,18 @@ bool can_group(const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask)
   return !mask.defined() && k.size(-1) == v.size(-1) && k.size(-1) <= 256;
 }
 
+/// @param mask additive, or boolean with True where a query may look
+at::Tensor masked(const at::Tensor& scores, const at::Tensor& mask) {
+  if (mask.scalar_type() != at::kBool) return scores + mask;
+  return scores + additive_mask(mask, scores.scalar_type()).to(scores.device());
+}
+
+/// Rows of the causal mask of `queries` that stand at the end of `keys`: `[1, 1, rows, keys]`.
+at::Tensor causal_rows(const at::Tensor& rows, std::int64_t queries, std::int64_t keys) {
+  const at::Tensor last_visible = (rows + (keys - queries)).unsqueeze(1);
+  return (at::arange(keys, rows.options()) <= last_visible).unsqueeze(0).unsqueeze(0);
+}
+
 }  // namespace
 
 at::Tensor repeat_heads(const at::Tensor& x, std::int64_t heads) {
@@ -50,10 +64,21 @@ at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale) {
 at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                             double scale) {
   const at::Tensor scores = full_scores(q, k, scale);
-  if (mask.defined() && mask.scalar_type() != at::kBool) return scores + mask;
-  const at::Tensor allowed =
-      mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2));
-  return scores + additive_mask(allowed, scores.scalar_type()).to(scores.device());
+  return masked(scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
+}
+
+at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                      double scale, const RowChoice& rows) {
+  const at::Tensor index = at::tensor(rows.queries, q.options().dtype(at::kLong));
+  const std::int64_t group = q.size(1) / k.size(1);
+  std::vector<at::Tensor> scores;
+  for (const std::int64_t head : rows.heads) {
+    const at::Tensor queries = q.select(1, head).index_select(1, index);
+    scores.push_back(at::matmul(queries, k.select(1, head / group).transpose(1, 2)) * scale);
+  }
+  const at::Tensor allowed = mask.defined() ? mask.index_select(2, index.to(mask.device()))
+                                            : causal_rows(index, q.size(2), k.size(2));
+  return masked(at::stack(scores, 1), allowed);
 }
 
 at::Tensor attention_probabilities(const at::Tensor& scores) {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace vlscope::ops {
@@ -19,6 +20,17 @@ at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::
 
 /// scores = q k^T * scale, every query looking at every key.
 at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale);
+
+/// Which rows of a pattern: every one of `queries` of every one of `heads`, in the order given.
+struct RowChoice {
+  std::vector<std::int64_t> heads;    ///< Query heads, from 0.
+  std::vector<std::int64_t> queries;  ///< From 0; the last query stands at the last key.
+};
+
+/// Chosen rows of `attention_scores`, `[batch, heads, queries, keys]` of the choice. Nothing larger
+/// is made, whatever the length: a row costs one product of a query with its keys.
+at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                      double scale, const RowChoice& rows);
 
 /// Softmax over the keys in float32, returned in the dtype of the scores.
 at::Tensor attention_probabilities(const at::Tensor& scores);

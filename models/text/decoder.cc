@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "core/errors.h"
-#include "core/ops/attention.h"
 #include "core/ops/rotary.h"
 
 namespace vlscope {
@@ -77,7 +76,8 @@ Flow<TextAttention::Heads> TextAttention::project(Trace& trace, at::Tensor x,
   heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
   heads.v = per_head(heads.v).transpose(1, 2);
   if (context.past > 0) join_past(heads, context, trace.wants(queries));
-  const bool edited = co_await trace.at(queries, heads.q, heads.k, heads.v);
+  at::Tensor mask = context.mask;
+  const bool edited = co_await trace.at(queries, heads.q, heads.k, heads.v, mask);
   if (context.cache && (context.past == 0 || edited)) context.cache->replace(heads.k, heads.v);
   co_return heads;
 }
@@ -94,6 +94,15 @@ void TextAttention::join_past(Heads& heads, const TextContext& context, bool to_
   cache.append(heads.k, heads.v);
   heads.k = to_be_served ? cache.keys().clone() : cache.keys();
   heads.v = to_be_served ? cache.values().clone() : cache.values();
+}
+
+at::Tensor TextAttention::score_rows(Trace& trace, Site site, const ops::RowChoice& rows) const {
+  const auto offered = [&](int slot) {
+    site.slot = slot;
+    return trace.peek(site);
+  };
+  const at::Tensor q = offered(0), k = offered(1), mask = offered(3);
+  return ops::score_rows(q, k, mask, scale_, rows);
 }
 
 // Under sdpa the pattern is computed only for a reader who waits for it, and only one that the

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "core/ops/attention.h"
 #include "models/config.h"
 #include "models/layers.h"
 #include "models/text/cache.h"
@@ -37,10 +38,13 @@ class TextAttention : public Module {
  public:
   TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const;
+  /// Rows of the scores for what is offered at `queries`; `site` is one of that location.
+  at::Tensor score_rows(Trace& trace, Site site, const ops::RowChoice& rows) const;
 
   Linear q_proj, k_proj, v_proj, o_proj;
   RmsNorm q_norm, k_norm;
-  Location queries{this, "attention_queries"};  ///< q, k and v
+  /// q, k and v; then the mask that will be laid on their scores.
+  Location queries{this, "attention_queries"};
   Location scores{this, "attention_scores"};
   Location probabilities{this, "attention_probabilities"};
   Location head_outputs{this, "attention_head_outputs"};

@@ -31,6 +31,12 @@ at::Tensor rotate_precisely(const at::Tensor& x, const VisionContext& context) {
 /// `[patches, heads, head_dim]` -> `[1, heads, patches, head_dim]`.
 at::Tensor heads_first(const at::Tensor& x) { return x.transpose(0, 1).unsqueeze(0); }
 
+std::vector<at::Tensor*> pointers(std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor*> addresses;
+  for (at::Tensor& tensor : tensors) addresses.push_back(&tensor);
+  return addresses;
+}
+
 }  // namespace
 
 PatchProjection::PatchProjection(Module* parent, std::string name, const VisionConfig& config)
@@ -100,7 +106,14 @@ Flow<at::Tensor> VisionAttention::operator()(Trace& trace, at::Tensor x,
     at::Tensor k = heads_first(rotate_precisely(parts[1], context));
     at::Tensor v = heads_first(parts[2]);
     co_await trace.at(queries, q, k, v);
-    x = attend(q, k, v, context);
+    std::vector<Segment> segments;
+    std::int64_t start = 0;
+    for (const std::int64_t length : *context.segments) {
+      segments.push_back(
+          {q.narrow(2, start, length), k.narrow(2, start, length), v.narrow(2, start, length)});
+      start += length;
+    }
+    x = co_await attend(trace, std::move(segments));
     co_await trace.at(head_outputs, x);
     x = x.reshape({patches, -1});
     x = co_await proj(trace, std::move(x));
@@ -109,22 +122,40 @@ Flow<at::Tensor> VisionAttention::operator()(Trace& trace, at::Tensor x,
   co_return x;
 }
 
-at::Tensor VisionAttention::attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                   const VisionContext& context) const {
-  std::vector<at::Tensor> outputs;
-  std::int64_t start = 0;
-  for (const std::int64_t length : *context.segments) {
-    const at::Tensor qs = q.narrow(2, start, length), ks = k.narrow(2, start, length),
-                     vs = v.narrow(2, start, length);
-    if (eager_) {
-      const at::Tensor scores = ops::full_scores(qs, ks, scale_);
-      outputs.push_back(ops::attend(ops::attention_probabilities(scores), vs));
-    } else {
-      outputs.push_back(ops::fused_attention(qs, ks, vs, {}, /*causal=*/false, scale_));
+// The patterns of all segments are held only for a reader who waits for them, and only those that
+// the reader has changed (or put in a graph) are used under sdpa.
+Flow<at::Tensor> VisionAttention::attend(Trace& trace, std::vector<Segment> segments) const {
+  std::vector<at::Tensor> patterns(segments.size());
+  if (trace.wants(image_scores) || trace.wants(image_probabilities)) {
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      patterns[i] = ops::full_scores(segments[i].q, segments[i].k, scale_).squeeze(0);
     }
-    start += length;
+    bool by_pattern = eager_;
+    by_pattern |= co_await trace.at_all(image_scores, pointers(patterns));
+    const bool asked = trace.wants(image_probabilities);
+    if (by_pattern || asked) {
+      for (at::Tensor& pattern : patterns) {
+        pattern = ops::attention_probabilities(pattern);
+        // Softmax keeps its result for the backward pass; an edit must not reach that.
+        if (asked && pattern.requires_grad()) pattern = pattern.clone();
+      }
+      by_pattern |= co_await trace.at_all(image_probabilities, pointers(patterns));
+    }
+    if (!by_pattern) patterns.assign(segments.size(), {});
   }
-  return outputs.size() == 1 ? outputs.front() : at::cat(outputs, 1);
+  std::vector<at::Tensor> heads;
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    heads.push_back(heads_of(segments[i], std::exchange(patterns[i], {})));
+  }
+  co_return heads.size() == 1 ? heads.front() : at::cat(heads, 1);
+}
+
+/// @param pattern `[heads, patches, patches]`, or undefined to take the implementation's own way
+at::Tensor VisionAttention::heads_of(const Segment& segment, const at::Tensor& pattern) const {
+  const auto& [q, k, v] = segment;
+  if (pattern.defined()) return ops::attend(pattern.unsqueeze(0), v);
+  if (!eager_) return ops::fused_attention(q, k, v, {}, /*causal=*/false, scale_);
+  return ops::attend(ops::attention_probabilities(ops::full_scores(q, k, scale_)), v);
 }
 
 VisionMlp::VisionMlp(Module* parent, std::string name, const VisionConfig& config)

@@ -65,11 +65,17 @@ class VisionAttention : public Module {
   Linear qkv;
   Linear proj;
   Location queries{this, "attention_queries"};  ///< q, k and v, whole rows
+  Location image_scores{this, "image_attention_scores"};
+  Location image_probabilities{this, "image_attention_probabilities"};
   Location head_outputs{this, "attention_head_outputs"};
 
  private:
-  at::Tensor attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                    const VisionContext& context) const;
+  /// Queries, keys and values of one segment, `[1, heads, patches, head_dim]`.
+  struct Segment {
+    at::Tensor q, k, v;
+  };
+  Flow<at::Tensor> attend(Trace& trace, std::vector<Segment> segments) const;
+  at::Tensor heads_of(const Segment& segment, const at::Tensor& pattern) const;
 
   std::int64_t heads_;
   double scale_;

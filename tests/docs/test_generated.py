@@ -33,7 +33,7 @@ def test_every_value_of_the_table_has_a_type():
     for kind in _core.all_kinds():
         assert f"class {kind.name}(Module):" in stub
         for value in kind.values:
-            assert f"    {value.name}: torch.Tensor" in stub, value.name
+            assert f"    {value.name}: {'Tensors' if value.list else 'torch.Tensor'}" in stub, value.name
 
 
 SCRIPT = """

@@ -58,8 +58,8 @@ def load(folder, attn_implementation, dtype=torch.float32):
 def complete(model, inputs):
     """Adds what transformers wants and vlscope derives: token types, and a text's positions by the attention mask.
 
-    With images or videos transformers makes the same positions itself. Its plain text-only forward counts padding, and hands
-    every block a second form of the positions that none of them reads.
+    With images or videos transformers makes the same positions itself. Its plain text-only forward counts padding, and
+    hands every block a second form of the positions that none of them reads.
     """
     ids = inputs["input_ids"]
     types = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
@@ -197,6 +197,16 @@ class _Recorder:
             tensor = self.edits[name](tensor.clone())
             self.edited.add(name)
         self.run.values[name] = tensor
+        return tensor
+
+    def named_part(self, name, tensor):
+        """The next element of a value that is a tuple, one for each image; an edit is applied to each."""
+        if name not in self.run.values:
+            self.run.order.append(name)
+        if name in self.edits:
+            tensor = self.edits[name](tensor.clone())
+            self.edited.add(name)
+        self.run.values[name] = (*self.run.values.get(name, ()), tensor)
         return tensor
 
     def at(self, path, side, tensor):
@@ -359,6 +369,12 @@ class _Recorder:
             self.segments[site] = []
             self.run.order += [f"{site}.attention_{name}" for name in ("queries", "keys", "values")]
         self.segments[site].append((query, key, value))
+        scores = torch.matmul(query, key.transpose(2, 3)) * scaling
+        scores = self.named_part(f"{site}.image_attention_scores", scores[0])
+        pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        pattern = self.named_part(f"{site}.image_attention_probabilities", pattern)
+        if {f"{site}.image_attention_scores", f"{site}.image_attention_probabilities"} & self.edited:
+            return torch.matmul(pattern[None], value).transpose(1, 2).contiguous(), None
         return original(
             module,
             query,

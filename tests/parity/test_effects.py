@@ -5,7 +5,7 @@ import torch
 
 import vlscope
 from parity import reference
-from sites import difference, read, write
+from sites import difference, each, read, write
 
 # Heads made from a written pattern go by plain matrix products; under sdpa both sides leave the fused kernel there.
 RECOMPUTED = ("attention_scores", "attention_probabilities")
@@ -35,10 +35,9 @@ def test_a_write_at_each_value_does_what_the_same_hook_does(
         expected = reference.run(theirs, case, {site: change}).logits
         with model.trace(**case):
             if i % 2:
-                write(model, site, change(read(model, site)))
+                write(model, site, each(change, read(model, site)))
             else:
-                value = read(model, site)
-                value.copy_(change(value))
+                each(lambda part: part.copy_(change(part)), read(model, site))
             logits = model.logits.save()
         if text := difference(logits, expected):
             faults.append(f"{site} written {'by assignment' if i % 2 else 'in place'}: logits {text}")
@@ -83,7 +82,7 @@ def test_assigning_any_value_to_itself_is_neutral(name, attention, vlscope_model
         if attention == "sdpa" and site.endswith(RECOMPUTED):
             continue
         with model.trace(**case):
-            write(model, site, read(model, site).clone())
+            write(model, site, each(torch.clone, read(model, site)))
             copied = model.logits.save()
         if text := difference(copied, clean):
             faults.append(f"{site} assigned a copy: logits {text}")
