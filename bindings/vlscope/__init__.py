@@ -14,7 +14,7 @@ from typing import Any
 
 import torch as _torch  # noqa: F401  (its libraries have to be loaded before the extension)
 
-from . import layouts
+from . import layouts, sites
 from .errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -24,6 +24,7 @@ from .errors import (
     NotReachedError,
     OutOfOrderError,
     Unavailable,
+    UnknownSite,
     UnsupportedFamily,
     VlscopeError,
 )
@@ -49,12 +50,14 @@ __all__ = [
     "StandardizedTransformer",
     "Tracer",
     "Unavailable",
+    "UnknownSite",
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
     "layouts",
     "load",
     "save",
+    "sites",
     "weight_counts",
 ]
 

@@ -354,32 +354,65 @@ class StandardizedTransformer(CausalLM):
             rows.update({f"vision.{name}": reason for name, reason in blocks.items()})
         return rows
 
-    def order(self, site: str | None = None) -> Any:
-        """Every location of the forward in its order, or the place of one site in it.
+    def order(self, sites: str | Sequence[str] | None = None) -> Any:
+        """Every location of the forward in its order, or the place of sites in it.
+
+        One site gives its number; a pattern or a list gives `{site: number}` in forward order. Sites
+        with one number share a location, and can be read in any order. None for a value that is not
+        served. The grammar of patterns is that of `vlscope.sites`.
 
         >>> model.order()[:3]
         ['input', 'model.input', 'vision.image_token_mask']
-        >>> model.order("layers.0.layer_output") < model.order("layers.1.layer_output")
+        >>> model.order("layers.0.layer_output") < model.order("layers.-1.layer_output")
+        True
+        >>> list(model.order(["logits", "layers.:2.layer_output"]))
+        ['layers.0.layer_output', 'layers.1.layer_output', 'logits']
+        """
+        from .sites import expand, is_pattern, number
+
+        if sites is None:
+            return self._core.locations()
+        if isinstance(sites, str) and not is_pattern(sites):
+            return self._core.order_of(number(self, sites))
+        return {site: self._core.order_of(number(self, site)) for site in expand(self, sites)}
+
+    def rank(self, name: str, layer: int | None = None) -> Any:
+        """Place of a value within its block: 0 for its input; a smaller rank is served earlier, an
+        equal one at the same location; None if it is not served.
+
+        With `layer`, the place in the whole forward, to compare with others: `(layer, rank)`, the
+        layer counted from the front. A value of the whole model ranks among those, `(-1, rank)` if
+        it comes before the blocks and `(num_layers, rank)` if after, whatever `layer` says.
+
+        >>> model.rank("attention_queries"), model.rank("attention_values"), model.rank("layer_output")
+        (1, 1, 7)
+        >>> model.rank("layer_output", 0) < model.rank("attention_queries", -1) < model.rank("logits", 0)
         True
         """
-        if site is None:
-            return self._core.locations()
-        known = {place.path: index for index, place in enumerate(self._sites)}
-        if site not in known:
-            from .tree import near_names
-
-            raise KeyError(f"no site {site!r}.{near_names(site, list(known))}")
-        return self._core.order_of(known[site])
-
-    def rank(self, name: str) -> int | None:
-        """Place of a value within its block (or, for a value of the whole model, in the forward):
-        a smaller rank is served earlier, an equal one at the same location; None if it is not served."""
-        hosts = (self.layers[0], self.layers[0].self_attn, self.layers[0].mlp, self)
-        for host in hosts:
-            for offset, value in enumerate(host._kind.values):
-                if value.name == name:
-                    return self._core.order_of(host._values + offset)
+        index = 0 if layer is None else self._layer_index(layer, self.num_layers)
+        block = self.layers[index]
+        for hosts in ([block, *block._children.values()], [self]):
+            orders = self._value_orders(hosts)
+            if name not in orders:
+                continue
+            order = orders[name]
+            if order is None:
+                return None
+            rank = sorted({known for known in orders.values() if known is not None}).index(order)
+            if layer is None:
+                return rank
+            if hosts[0] is self:
+                index = -1 if order < self.order("layers.0.input") else self.num_layers
+            return index, rank
         raise KeyError(f"no value {name!r}; model.support() lists them")
+
+    def _value_orders(self, hosts: Sequence[Any]) -> dict[str, int | None]:
+        """The named values of some modules, and the numbers of their locations."""
+        return {
+            value.name: self._core.order_of(host._values + offset)
+            for host in hosts
+            for offset, value in enumerate(host._kind.values)
+        }
 
     # --- acting on values ---
 
