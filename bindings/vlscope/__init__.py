@@ -28,6 +28,7 @@ from .errors import (
     UnsupportedFamily,
     VlscopeError,
 )
+from .index_maps import ImageTokens, PromptRows
 from .model import StandardizedTransformer, load, weight_counts
 from .trace import InvokeTracer, Saved, Tracer, save
 from .tree import Module, ModuleList, Record, Value
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
     "ConfigError",
+    "ImageTokens",
     "InputError",
     "InvokeTracer",
     "LateEditError",
@@ -45,6 +47,7 @@ __all__ = [
     "ModuleList",
     "NotReachedError",
     "OutOfOrderError",
+    "PromptRows",
     "Record",
     "Saved",
     "StandardizedTransformer",
@@ -61,7 +64,7 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = ("demo", "processing", "printing")  # imported when first used: they cost start-up time
+_LAZY = ("demo", "patching", "processing", "printing")  # imported when first used: they cost start-up time
 
 
 def __getattr__(name: str) -> Any:

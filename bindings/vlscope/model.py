@@ -15,6 +15,7 @@ import torch
 
 from . import _core
 from .errors import CheckpointNotFound, ConfigError, InputError, Unavailable
+from .index_maps import ImageTokens, PromptRows, prompt_rows
 from .trace import InvokeTracer, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
 
@@ -310,6 +311,46 @@ class StandardizedTransformer(CausalLM):
         if hasattr(processor, "encode_prompt"):
             return processor.encode_prompt(prompt, images, videos)
         return processor(text=prompt, images=images, videos=videos, return_tensors="pt")
+
+    def encode(
+        self, prompt: Any = None, *, text: Any = None, images: Any = None, videos: Any = None, **tensors: Any
+    ) -> dict[str, Any]:
+        """The tensors that a trace of this input starts from: `input_ids` [batch, seq], and what goes
+        with them. Takes what `trace` takes; give them to `trace` to process the images only once.
+
+        >>> batch = model.encode(["Hello", "What color is this?"], images=[[], [picture]])
+        >>> with model.trace(**batch): ...
+        """
+        prompt = text if prompt is None else prompt
+        if isinstance(prompt, Mapping) and "input_ids" in prompt and not images and not videos:
+            tensors = {**prompt, **tensors}
+        elif prompt is not None:
+            tensors = {**self._encode(prompt, images, videos), **tensors}
+        elif images is not None or videos is not None:
+            raise InputError("images were given without a prompt: give the prompt too")
+        self._prepare(**tensors)  # refuses what does not fit
+        return tensors
+
+    def prompt_rows(self, prompt: Any = None, **inputs: Any) -> list[PromptRows]:
+        """Where each prompt of a batch lies in the values of the whole: its unpadded positions, its
+        images, its rows of `image_features`. Takes what `trace` takes.
+
+        >>> batch = model.encode(["Hello", "What color is this?"], images=[[], [picture]])
+        >>> [row.tokens for row in model.prompt_rows(**batch)]
+        [slice(23, 24, None), slice(0, 24, None)]
+        """
+        return prompt_rows(self, self.encode(prompt, **inputs))
+
+    def image_tokens(self, prompt: Any = None, **inputs: Any) -> list[ImageTokens]:
+        """The images of an input in order, each with its grid, its tokens in the prompt, its rows of
+        `image_features` and of the vision stream, and the maps between them and the pixels. Takes
+        what `trace` takes.
+
+        >>> image, = model.image_tokens("What color is this?", images=[picture])
+        >>> image.grid, image.span, image.box(image.token_at(0, 1))
+        ((1, 6, 6), slice(4, 13, None), (32, 0, 64, 32))
+        """
+        return [image for row in self.prompt_rows(prompt, **inputs) for image in row.images]
 
     def scan(self, prompt: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
         """Shape and dtype of every value that a forward of this input reaches, as empty tensors on

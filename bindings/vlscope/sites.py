@@ -76,12 +76,14 @@ def dims(model: StandardizedTransformer, site: str) -> tuple[str, ...]:
     `("batch", "seq", "hidden_size")`. Raises `InputError` for a site whose axes have no names."""
     index = number(model, site)
     place, order = model._sites[index], _order(model, index)
-    for host in _modules(model):
+    owner = place.path.rpartition(".")[0]
+    own = model.get(owner) if owner else model
+    for host in (own, *_modules(model)):
         for offset, value in enumerate(host._kind.values):
-            named = model._sites[host._values + offset]
-            if named.slot == place.slot and model._core.order_of(host._values + offset) == order:
+            named = host._values + offset
+            if model._sites[named].slot == place.slot and model._core.order_of(named) == order:
                 axes = tuple(value.dims.split())
-                return axes[1:] if named.images_axis and not place.images_axis else axes
+                return axes[1:] if model._sites[named].images_axis and not place.images_axis else axes
     raise InputError(f"the axes of {place.path} have no names: give a named value, see model.support()")
 
 
