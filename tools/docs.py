@@ -49,6 +49,8 @@ This page is generated from the engine's own table; `print(model)` shows the sam
 
 A *site* is a value's dotted path: `logits`, `layers.3.self_attn.attention_queries`,
 `vision.deepstack_merger_list.0.output`. `tracer.saved`, `model.scan`, `model.order` and every message use it.
+Where several are taken, an index may be negative, `*` stands for every index and `a:b` for a range:
+`vlscope.sites.expand(model, "layers.-2:.mlp.mlp_output")` lists them.
 
 Besides these values, every module that the reference calls has `.input` (its first argument), `.inputs`
 (`(args, kwargs)`), `.output` and `.skip(value)`, under its native path
@@ -240,6 +242,8 @@ class Module:
     _children: dict[str, Any]
     _path: str
     _site_path: str
+    _inputs: int
+    _outputs: int
     _values: int
     input: torch.Tensor
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -252,6 +256,7 @@ class Module:
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
     def get(self, path: str) -> Any: ...
     def support(self) -> dict[str, str | None]: ...
+    def _names(self) -> list[str]: ...
     def __reduce__(self) -> NoReturn: ...
 '''
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch as _torch  # noqa: F401  (its libraries have to be loaded before the extension)
 
-from . import layouts
+from . import layouts, sites
 from .errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -24,10 +24,12 @@ from .errors import (
     NotReachedError,
     OutOfOrderError,
     Unavailable,
+    UnknownSite,
     UnsupportedFamily,
     VlscopeError,
 )
 from .generation import GenerationTracer, Sampling
+from .index_maps import ImageTokens, PromptRows
 from .model import StandardizedTransformer, load, weight_counts
 from .trace import InvokeTracer, Saved, Tracer, save
 from .tree import Module, ModuleList, Record, Tensors, Value
@@ -39,6 +41,7 @@ __all__ = [
     "CheckpointNotFound",
     "ConfigError",
     "GenerationTracer",
+    "ImageTokens",
     "InputError",
     "InvokeTracer",
     "LateEditError",
@@ -46,6 +49,7 @@ __all__ = [
     "ModuleList",
     "NotReachedError",
     "OutOfOrderError",
+    "PromptRows",
     "Record",
     "Sampling",
     "Saved",
@@ -53,16 +57,18 @@ __all__ = [
     "Tensors",
     "Tracer",
     "Unavailable",
+    "UnknownSite",
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
     "layouts",
     "load",
     "save",
+    "sites",
     "weight_counts",
 ]
 
-_LAZY = ("demo", "processing", "printing")  # imported when first used: they cost start-up time
+_LAZY = ("demo", "patching", "processing", "printing")  # imported when first used: they cost start-up time
 
 
 def __getattr__(name: str) -> Any:

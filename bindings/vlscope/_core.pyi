@@ -1,7 +1,7 @@
 """The extension module: the engine as the package uses it. Not part of the public interface."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -49,7 +49,7 @@ class Site:
     list: bool
 
 class Inputs:
-    def __init__(self, tensors: dict[str, torch.Tensor | None], logits_to_keep: int = 0) -> None: ...
+    def __init__(self, tensors: Mapping[str, torch.Tensor | None], logits_to_keep: int = 0) -> None: ...
     input_ids: torch.Tensor
 
 def following(inputs: Inputs, tokens: torch.Tensor) -> Inputs: ...

@@ -11,6 +11,7 @@ __all__ = [
     "NotReachedError",
     "OutOfOrderError",
     "Unavailable",
+    "UnknownSite",
     "UnsupportedFamily",
     "VlscopeError",
 ]
@@ -38,6 +39,12 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 class InputError(VlscopeError, ValueError):
     """Token ids, masks, grids, pixels, images or a written value do not fit."""
+
+
+class UnknownSite(InputError, KeyError):
+    """No value goes by this name, or by this pattern of names."""
+
+    __str__ = Exception.__str__  # KeyError would put the message in quotes
 
 
 class Unavailable(VlscopeError, RuntimeError):

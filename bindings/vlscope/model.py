@@ -18,6 +18,7 @@ import torch
 from . import _core
 from .errors import CheckpointNotFound, ConfigError, InputError
 from .generation import GenerationTracer, Sampling
+from .index_maps import ImageTokens, PromptRows, prompt_rows
 from .trace import InvokeTracer, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
 
@@ -343,17 +344,19 @@ class StandardizedTransformer(CausalLM):
         self.dispatch()
         return Record(logits=self._core.forward(prepared))
 
-    def _prepare(
-        self,
-        prompt: Any = None,
-        *,
-        text: Any = None,
-        images: Any = None,
-        videos: Any = None,
-        logits_to_keep: int = 0,
-        **tensors: Any,
-    ) -> _core.Inputs:
+    def _prepare(self, prompt: Any = None, *, logits_to_keep: int = 0, **inputs: Any) -> _core.Inputs:
         """Whatever a trace accepts, as the tensors of one forward."""
+        return _core.Inputs(self.encode(prompt, **inputs), logits_to_keep)
+
+    def encode(
+        self, prompt: Any = None, *, text: Any = None, images: Any = None, videos: Any = None, **tensors: Any
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that a trace of this input starts from: `input_ids` [batch, seq], and what goes
+        with them. Takes what `trace` takes; give them to `trace` to process the images only once.
+
+        >>> batch = model.encode(["Hello", "What color is this?"], images=[[], [picture]])
+        >>> with model.trace(**batch): ...
+        """
         if text is not None and prompt is not None:
             raise TypeError("give the prompt once: as the first argument or as text=")
         prompt = text if prompt is None else prompt
@@ -376,7 +379,7 @@ class StandardizedTransformer(CausalLM):
         for name, value in tensors.items():
             if not isinstance(value, torch.Tensor):
                 tensors[name] = _as_tensor(name, value)
-        return _core.Inputs(tensors, logits_to_keep)
+        return tensors
 
     def _encode(self, prompt: Any, images: Any, videos: Any) -> Mapping[str, Any]:
         if (images is not None or videos is not None) and self.task == "text-generation":
@@ -389,6 +392,27 @@ class StandardizedTransformer(CausalLM):
         if hasattr(processor, "encode_prompt"):
             return processor.encode_prompt(prompt, images, videos)
         return processor(text=prompt, images=images, videos=videos, return_tensors="pt")
+
+    def prompt_rows(self, prompt: Any = None, **inputs: Any) -> list[PromptRows]:
+        """Where each prompt of a batch lies in the values of the whole: its unpadded positions, its
+        images, its rows of `image_features`. Takes what `trace` takes.
+
+        >>> batch = model.encode(["Hello", "What color is this?"], images=[[], [picture]])
+        >>> [row.tokens for row in model.prompt_rows(**batch)]
+        [slice(23, 24, None), slice(0, 24, None)]
+        """
+        return prompt_rows(self, self.encode(prompt, **inputs))
+
+    def image_tokens(self, prompt: Any = None, **inputs: Any) -> list[ImageTokens]:
+        """The images of an input in order, each with its grid, its tokens in the prompt, its rows of
+        `image_features` and of the vision stream, and the maps between them and the pixels. Takes
+        what `trace` takes.
+
+        >>> image, = model.image_tokens("What color is this?", images=[picture])
+        >>> image.grid, image.span, image.box(image.token_at(0, 1))
+        ((1, 6, 6), slice(4, 13, None), (32, 0, 64, 32))
+        """
+        return [image for row in self.prompt_rows(prompt, **inputs) for image in row.images]
 
     def scan(self, prompt: Any = None, **inputs: Any) -> dict[str, Any]:
         """Shape and dtype of every value that a forward of this input reaches, as empty tensors on
@@ -439,32 +463,65 @@ class StandardizedTransformer(CausalLM):
             rows.update({f"vision.{name}": reason for name, reason in blocks.items()})
         return rows
 
-    def order(self, site: str | None = None) -> Any:
-        """Every location of the forward in its order, or the place of one site in it.
+    def order(self, sites: str | Sequence[str] | None = None) -> Any:
+        """Every location of the forward in its order, or the place of sites in it.
+
+        One site gives its number; a pattern or a list gives `{site: number}` in forward order. Sites
+        with one number share a location, and can be read in any order. None for a value that is not
+        served. The grammar of patterns is that of `vlscope.sites`.
 
         >>> model.order()[:3]
         ['input', 'model.input', 'vision.image_token_mask']
-        >>> model.order("layers.0.layer_output") < model.order("layers.1.layer_output")
+        >>> model.order("layers.0.layer_output") < model.order("layers.-1.layer_output")
+        True
+        >>> list(model.order(["logits", "layers.:2.layer_output"]))
+        ['layers.0.layer_output', 'layers.1.layer_output', 'logits']
+        """
+        from .sites import expand, is_pattern, number
+
+        if sites is None:
+            return self._core.locations()
+        if isinstance(sites, str) and not is_pattern(sites):
+            return self._core.order_of(number(self, sites))
+        return {site: self._core.order_of(number(self, site)) for site in expand(self, sites)}
+
+    def rank(self, name: str, layer: int | None = None) -> Any:
+        """Place of a value within its block: 0 for its input; a smaller rank is served earlier, an
+        equal one at the same location; None if it is not served.
+
+        With `layer`, the place in the whole forward, to compare with others: `(layer, rank)`, the
+        layer counted from the front. A value of the whole model ranks among those, `(-1, rank)` if
+        it comes before the blocks and `(num_layers, rank)` if after, whatever `layer` says.
+
+        >>> model.rank("attention_queries"), model.rank("attention_values"), model.rank("layer_output")
+        (1, 1, 7)
+        >>> model.rank("layer_output", 0) < model.rank("attention_queries", -1) < model.rank("logits", 0)
         True
         """
-        if site is None:
-            return self._core.locations()
-        known = {place.path: index for index, place in enumerate(self._sites)}
-        if site not in known:
-            from .tree import near_names
-
-            raise KeyError(f"no site {site!r}.{near_names(site, list(known))}")
-        return self._core.order_of(known[site])
-
-    def rank(self, name: str) -> int | None:
-        """Place of a value within its block (or, for a value of the whole model, in the forward):
-        a smaller rank is served earlier, an equal one at the same location; None if it is not served."""
-        hosts = (self.layers[0], self.layers[0].self_attn, self.layers[0].mlp, self)
-        for host in hosts:
-            for offset, value in enumerate(host._kind.values):
-                if value.name == name:
-                    return self._core.order_of(host._values + offset)
+        index = 0 if layer is None else self._layer_index(layer, self.num_layers)
+        block = self.layers[index]
+        for hosts in ([block, *block._children.values()], [self]):
+            orders = self._value_orders(hosts)
+            if name not in orders:
+                continue
+            order = orders[name]
+            if order is None:
+                return None
+            rank = sorted({known for known in orders.values() if known is not None}).index(order)
+            if layer is None:
+                return rank
+            if hosts[0] is self:
+                index = -1 if order < self.order("layers.0.input") else self.num_layers
+            return index, rank
         raise KeyError(f"no value {name!r}; model.support() lists them")
+
+    def _value_orders(self, hosts: Sequence[Any]) -> dict[str, int | None]:
+        """The named values of some modules, and the numbers of their locations."""
+        return {
+            value.name: self._core.order_of(host._values + offset)
+            for host in hosts
+            for offset, value in enumerate(host._kind.values)
+        }
 
     # --- acting on values ---
 

@@ -55,6 +55,8 @@ class Module:
     _children: dict[str, Any]
     _path: str
     _site_path: str
+    _inputs: int
+    _outputs: int
     _values: int
     input: torch.Tensor
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -67,6 +69,7 @@ class Module:
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
     def get(self, path: str) -> Any: ...
     def support(self) -> dict[str, str | None]: ...
+    def _names(self) -> list[str]: ...
     def __reduce__(self) -> NoReturn: ...
 
 class CausalLM(Module):

@@ -1,0 +1,226 @@
+"""Where an image lies: its pixels, its patches in the vision stream, its tokens in the prompt.
+
+The processor cuts an image into a grid of patches, and lays the patches of all images of an input in
+one row, the *vision stream*. Inside an image they come in merge-block order: the blocks of
+`spatial_merge_size` x `spatial_merge_size` neighbours in raster order, the patches of a block one
+after the other. The merger makes one image token of each block, so token `k` of an image is made of
+its patches `4 k` to `4 k + 3` (at a merge size of 2), and the tokens are in raster order. Further
+frames (t > 1) follow in the same way. This is the order of transformers' Qwen2-VL image processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import InputError
+
+__all__ = ["ImageTokens", "PromptRows", "prompt_rows"]
+
+Index = int | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ImageTokens:
+    """One image of an input: `model.image_tokens(prompt, images=...)` gives them in order.
+
+    A *token* is an index among this image's own tokens, 0 to `len(image) - 1`; a *patch* is a row of
+    the vision stream, as a vision value holds it. Wherever a method takes one of them it also takes
+    a tensor of them, and then gives tensors of its shape.
+
+    Attributes:
+        prompt: the prompt in the batch that it belongs to.
+        image: its place among the images of the whole input.
+        grid: (t, h, w) in patches, its row of `image_grid_thw`.
+        merge: patches of a merge block along one side.
+        patch_size: pixels of a patch along one side.
+        positions: [tokens], the position of each token in the (padded) prompt.
+        rows: its slice of `vision.image_features` and of `deepstack_output`.
+        patches: its slice of the vision stream: `vision.layers[i].layer_output[0, image.patches]`.
+    """
+
+    prompt: int
+    image: int
+    grid: tuple[int, int, int]
+    merge: int
+    patch_size: int
+    positions: torch.Tensor
+    rows: slice
+    patches: slice
+
+    def __len__(self) -> int:
+        """The number of its tokens."""
+        return len(self.positions)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(frames, rows, columns) in tokens: `features[image.rows].reshape(*image.shape, -1)`."""
+        frames, height, width = self.grid
+        return frames, height // self.merge, width // self.merge
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) in pixels of the resized image, as the patches are cut from it."""
+        _, height, width = self.grid
+        return width * self.patch_size, height * self.patch_size
+
+    @property
+    def span(self) -> slice:
+        """The part of the prompt from its first token to its last. The frames of a video have text
+        between them; `positions` are the tokens alone."""
+        return slice(int(self.positions[0]), int(self.positions[-1]) + 1)
+
+    # --- tokens ---
+
+    def token_at(self, row: Index, column: Index, frame: Index = 0) -> Index:
+        """The token at a place of the grid of tokens; negatives count from the end."""
+        frames, rows, columns = self.shape
+        frame, row = _within(frame, frames, "frame"), _within(row, rows, "row")
+        return (frame * rows + row) * columns + _within(column, columns, "column")
+
+    def place(self, token: Index) -> tuple[Index, Index, Index]:
+        """(frame, row, column) of a token in the grid of tokens."""
+        _, rows, columns = self.shape
+        token = _within(token, len(self), "token")
+        return token // (rows * columns), token // columns % rows, token % columns
+
+    def box(self, token: Index, size: tuple[int, int] | None = None) -> tuple[Any, Any, Any, Any]:
+        """(left, top, right, bottom) of a token in pixels of the resized image; right and bottom are
+        the first pixels outside. With the original image's `size`, (width, height) as Pillow says
+        it, in pixels of that image, which need not be whole numbers."""
+        _, row, column = self.place(token)
+        return self._box(row, column, self.patch_size * self.merge, size)
+
+    def token_at_pixel(self, x: float, y: float, size: tuple[int, int] | None = None, frame: int = 0) -> int:
+        """The token whose box holds a pixel of the resized image, or of the original of this `size`."""
+        width, height = size or self.size
+        if not (0 <= x < width and 0 <= y < height):
+            raise InputError(f"pixel ({x}, {y}) lies outside the image of {width} x {height} pixels")
+        _, rows, columns = self.shape
+        return int(self.token_at(int(y * rows / height), int(x * columns / width), frame))
+
+    # --- patches ---
+
+    def patches_of(self, token: Index) -> torch.Tensor:
+        """The rows of the vision stream that the merger folds into a token: [merge ** 2], or
+        [..., merge ** 2] for a tensor of tokens."""
+        block = self.merge**2
+        first = torch.as_tensor(_within(token, len(self), "token")) * block + self.patches.start
+        return first.unsqueeze(-1) + torch.arange(block)
+
+    def token_of(self, patch: Index) -> Index:
+        """The token that a row of the vision stream is folded into."""
+        return self._own(patch) // self.merge**2
+
+    def patch_at(self, row: Index, column: Index, frame: Index = 0) -> Index:
+        """The row of the vision stream that holds the patch at a place of the grid of patches."""
+        frames, height, width = self.grid
+        frame, row = _within(frame, frames, "frame"), _within(row, height, "row")
+        column, merge = _within(column, width, "column"), self.merge
+        block = (frame * (height // merge) + row // merge) * (width // merge) + column // merge
+        return self.patches.start + (block * merge + row % merge) * merge + column % merge
+
+    def patch_place(self, patch: Index) -> tuple[Index, Index, Index]:
+        """(frame, row, column) in the grid of patches of a row of the vision stream."""
+        merge = self.merge
+        inside = self._own(patch) % merge**2
+        frame, row, column = self.place(self.token_of(patch))
+        return frame, row * merge + inside // merge, column * merge + inside % merge
+
+    def patch_box(self, patch: Index, size: tuple[int, int] | None = None) -> tuple[Any, Any, Any, Any]:
+        """(left, top, right, bottom) in pixels of a row of the vision stream; see `box`."""
+        _, row, column = self.patch_place(patch)
+        return self._box(row, column, self.patch_size, size)
+
+    @property
+    def patch_map(self) -> torch.Tensor:
+        """[t, h, w], the row of the vision stream of each patch: `stream[0, image.patch_map]` is the
+        image in raster order, [t, h, w, vision_hidden_size]."""
+        frames, height, width = (torch.arange(count) for count in self.grid)
+        return torch.as_tensor(self.patch_at(height[:, None], width, frames[:, None, None]))
+
+    def _own(self, patch: Index) -> Index:
+        start, stop = self.patches.start, self.patches.stop
+        if torch.as_tensor((torch.as_tensor(patch) < start) | (torch.as_tensor(patch) >= stop)).any():
+            raise InputError(f"patch {patch} is not of image {self.image}, whose rows are {start} to {stop - 1}")
+        return patch - start
+
+    def _box(self, row: Any, column: Any, side: int, size: tuple[int, int] | None) -> tuple[Any, Any, Any, Any]:
+        pixels = (column * side, row * side, (column + 1) * side, (row + 1) * side)
+        if size is None:
+            return pixels
+        across, down = size[0] / self.size[0], size[1] / self.size[1]
+        return pixels[0] * across, pixels[1] * down, pixels[2] * across, pixels[3] * down
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRows:
+    """One prompt of a batch: where its own part lies in values of the whole batch.
+
+    >>> for row in model.prompt_rows(batch):
+    ...     own = logits[row.index, row.tokens]          # [its tokens, vocab_size]
+    ...     features = image_features[row.features]      # [its image tokens, hidden_size]
+
+    Attributes:
+        index: its place in the batch.
+        tokens: the slice of its positions; what lies before is padding.
+        images: its images, with their slices; see `ImageTokens`.
+        features: its slice of `vision.image_features` and of `deepstack_output`, all its images.
+        patches: its slice of the vision stream.
+    """
+
+    index: int
+    tokens: slice
+    images: tuple[ImageTokens, ...]
+    features: slice
+    patches: slice
+
+
+def prompt_rows(model: Any, encoding: Mapping[str, torch.Tensor]) -> list[PromptRows]:
+    """The prompts of an encoding and the images of each; see `model.prompt_rows`."""
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    grids = encoding.get("image_grid_thw")
+    images = iter(()) if grids is None else _images(model, ids, grids)
+    found: list[PromptRows] = []
+    image = next(images, None)
+    features = patches = 0
+    for index, row in enumerate(ids):
+        own = []
+        while image is not None and image.prompt == index:
+            own.append(image)
+            image = next(images, None)
+        ends = (own[-1].rows.stop, own[-1].patches.stop) if own else (features, patches)
+        tokens = _unpadded(row if mask is None else mask[index], mask is not None)
+        found.append(PromptRows(index, tokens, tuple(own), slice(features, ends[0]), slice(patches, ends[1])))
+        features, patches = ends
+    return found
+
+
+def _unpadded(row: torch.Tensor, masked: bool) -> slice:
+    """From the first unmasked position to the last."""
+    kept = row.nonzero().flatten().tolist() if masked else range(len(row))
+    return slice(kept[0], kept[-1] + 1)
+
+
+def _images(model: Any, ids: torch.Tensor, grids: torch.Tensor) -> Iterator[ImageTokens]:
+    """The images of an input in order: each takes the next placeholders, row after row."""
+    merge, patch_size = model.vision.spatial_merge_size, model.vision.patch_size
+    prompts, positions = (ids == model.config["image_token_id"]).nonzero(as_tuple=True)
+    row = patch = 0
+    for image, (t, h, w) in enumerate(grids.tolist()):
+        tokens = slice(row, row + t * h * w // merge**2)
+        patches = slice(patch, patch + t * h * w)
+        place = (int(prompts[row]), image, (t, h, w))
+        yield ImageTokens(*place, merge, patch_size, positions[tokens], tokens, patches)
+        row, patch = tokens.stop, patches.stop
+
+
+def _within(index: Index, count: int, name: str) -> Index:
+    """An index, or a tensor of them, counted from the front; refused where there is none."""
+    wrong = (index < -count) | (index >= count)
+    if bool(wrong.any() if isinstance(wrong, torch.Tensor) else wrong):
+        raise InputError(f"{name} {index}: there are {count}, 0 to {count - 1}")
+    return index % count
