@@ -73,6 +73,45 @@ py::dict config_dict(const Config& config) {
                   "vision_card"_a = vision_card(config));
 }
 
+/// The tensors of a recording by the names that a file gives them.
+std::map<std::string, at::Tensor> recorded_tensors(const Recording& recording) {
+  std::map<std::string, at::Tensor> tensors;
+  const auto add_all = [&](const char* name, const std::vector<at::Tensor>& list) {
+    for (std::size_t k = 0; k < list.size(); ++k) tensors[fmt::format("{}.{}", name, k)] = list[k];
+  };
+  add_all("streams", recording.streams);
+  add_all("deepstack", recording.vision.deepstack);
+  if (recording.vision.merged.defined()) tensors["merged"] = recording.vision.merged;
+  for (std::size_t k = 0; recording.keys && k < recording.keys->size(); ++k) {
+    tensors[fmt::format("keys.{}", k)] = recording.keys->block(k).keys();
+    tensors[fmt::format("values.{}", k)] = recording.keys->block(k).values();
+  }
+  return tensors;
+}
+
+/// The inverse.
+std::shared_ptr<Recording> recording_of(const std::map<std::string, at::Tensor>& tensors) {
+  const auto recording = std::make_shared<Recording>();
+  const auto list = [&](const char* name) {
+    std::vector<at::Tensor> found;
+    for (auto next = tensors.begin(); next != tensors.end();) {
+      next = tensors.find(fmt::format("{}.{}", name, found.size()));
+      if (next != tensors.end()) found.push_back(next->second);
+    }
+    return found;
+  };
+  recording->streams = list("streams");
+  recording->vision.deepstack = list("deepstack");
+  if (const auto merged = tensors.find("merged"); merged != tensors.end()) {
+    recording->vision.merged = merged->second;
+  }
+  const std::vector<at::Tensor> keys = list("keys"), values = list("values");
+  if (!keys.empty()) recording->keys = std::make_shared<KeyValueCache>(keys.size(), 0);
+  for (std::size_t k = 0; k < keys.size(); ++k)
+    recording->keys->block(k).replace(keys[k], values.at(k));
+  return recording;
+}
+
 /// The module tree as Python builds its own from: one entry a module, parents first.
 py::list modules(const Model& model) {
   using namespace py::literals;
@@ -154,7 +193,15 @@ void register_model(py::module_& module) {
 
   py::class_<Inputs>(module, "Inputs", "The tensors of one forward.")
       .def(py::init(&make_inputs), py::arg("tensors"), py::arg("logits_to_keep") = 0)
-      .def_readonly("input_ids", &Inputs::input_ids);
+      .def_readonly("input_ids", &Inputs::input_ids)
+      .def("replay",
+           [](Inputs& self, std::shared_ptr<Recording> from) { self.replay.from = from; });
+
+  py::class_<Recording, std::shared_ptr<Recording>>(module, "Recording",
+                                                    "What later traces of a prompt start from.")
+      .def(py::init(&recording_of), py::arg("tensors"))
+      .def("tensors", &recorded_tensors)
+      .def_property_readonly("nbytes", &Recording::nbytes);
 
   module.def("following", &following, py::arg("inputs"), py::arg("tokens"),
              "The step of a generation after `inputs`.");
@@ -187,6 +234,9 @@ void register_model(py::module_& module) {
            [](const std::shared_ptr<Model>& self, Inputs inputs) {
              return std::make_unique<RunningTrace>(self, self->trace(std::move(inputs)));
            })
+      .def("record", &Model::record, py::arg("inputs"), py::arg("keys"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("weight_version", &Model::weight_version)
       .def("generation_prompt", &Model::generation_prompt, py::arg("inputs"), py::arg("capacity"))
       .def(
           "forward", [](Model& self, Inputs inputs) { return self.forward(std::move(inputs)); },

@@ -3,6 +3,7 @@
 #include <ATen/ops/clone.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "core/errors.h"
@@ -132,10 +133,18 @@ bool Trace::depart() {
                       storage_of(served.tensor), served.site});
   }
   served_.clear();
+  changed_ |= changed;
   assigned_ = false;
   on_demand_ = false;
   standing_ = nullptr;
   return changed;
+}
+
+bool Trace::passes_unchanged(const Location& location) const {
+  if (changed_ || target_ <= location.order()) return false;
+  return std::none_of(skips_.begin(), skips_.end(), [&](const Skip& skip) {
+    return skip.module->input.order() < location.order();
+  });
 }
 
 bool Trace::skip(const Module& module, at::Tensor& x) {

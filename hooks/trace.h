@@ -89,6 +89,9 @@ class Trace {
   bool wants(const Location& location, int slot) const {
     return target_ == location.order() && demand_ == slot;
   }
+  /// True if the reader wants nothing up to and including `location`, and has changed nothing yet:
+  /// what is recorded of the forward there is what it would compute.
+  bool passes_unchanged(const Location& location) const;
   /// True if the forward is only listed: every location is visited, none is stopped at.
   bool listing() const { return options_.visitor != nullptr; }
   /// If the reader had the module skipped: puts the replacement into `x` and returns true.
@@ -209,6 +212,7 @@ class Trace {
   std::size_t live_count_ = 0;
   std::vector<Served> served_;
   bool assigned_ = false;
+  bool changed_ = false;  ///< At any location so far.
   bool on_demand_ = false;
   bool asked_again_ = false;
   bool closed_ = false;

@@ -7,8 +7,10 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "core/errors.h"
@@ -232,6 +234,33 @@ class PositionWriter {
   Runs images_, videos_;
 };
 
+/// A recording comes from a file as well, and is trusted by the forward.
+void check_recording(const Recording& recording, const Inputs& inputs, const Config& config) {
+  const auto blocks = static_cast<std::size_t>(config.text.num_hidden_layers);
+  const auto expect = [](bool right, const char* what, std::size_t found, std::size_t expected) {
+    if (right) return;
+    throw InputError(fmt::format("the recording has {} {}, but {} are expected: record it again.",
+                                 found, what, expected));
+  };
+  expect(recording.streams.size() == blocks + 1, "streams", recording.streams.size(), blocks + 1);
+  const std::array<std::int64_t, 3> shape{inputs.input_ids.size(0), inputs.input_ids.size(1),
+                                          config.text.hidden_size};
+  for (const at::Tensor& stream : recording.streams) {
+    if (stream.sizes() == at::IntArrayRef(shape)) continue;
+    throw InputError(
+        fmt::format("the recording has a stream of shape {}, but its inputs ask for [{}].",
+                    shape_text(stream), fmt::join(shape, ", ")));
+  }
+  const bool visual = inputs.pixel_values.defined() || inputs.pixel_values_videos.defined();
+  const std::size_t levels = visual ? config.vision.deepstack_visual_indexes.size() : 0;
+  expect(recording.vision.merged.defined() == visual, "sets of visual features",
+         recording.vision.merged.defined(), visual);
+  expect(recording.vision.deepstack.size() == levels, "DeepStack levels",
+         recording.vision.deepstack.size(), levels);
+  const std::size_t keys = recording.keys ? recording.keys->size() : blocks;
+  expect(keys == blocks, "blocks with keys", keys, blocks);
+}
+
 }  // namespace
 
 std::vector<Grid> grids_of(const at::Tensor& grid_thw) {
@@ -268,6 +297,7 @@ Inputs checked(Inputs inputs, const Config& config) {
     throw InputError(
         fmt::format("logits_to_keep is {}; give 0 (all) or more.", inputs.logits_to_keep));
   }
+  if (inputs.replay.from) check_recording(*inputs.replay.from, inputs, config);
   inputs.position_ids = mrope_positions(inputs, config);
   return inputs;
 }

@@ -7,21 +7,29 @@
 #include <vector>
 
 #include "models/config.h"
-#include "models/text/cache.h"
+#include "models/recording.h"
 
 namespace vlscope {
 
+/// The recordings that a forward has to do with.
+struct Replay {
+  std::shared_ptr<const Recording> from = nullptr;  ///< Parts that need no computing.
+  std::shared_ptr<Recording> into = nullptr;        ///< Filled as the forward goes.
+};
+
 /// The tensors of one forward, as the caller has them.
 struct Inputs {
-  at::Tensor input_ids;            ///< `[batch, seq]` int64, placeholders expanded
-  at::Tensor attention_mask;       ///< `[batch, past + seq]` int64, 1 on tokens and 0 on padding
-  at::Tensor pixel_values;         ///< `[patches, channels * frames * side * side]`, or undefined
-  at::Tensor pixel_values_videos;  ///< The same of videos.
-  at::Tensor image_grid_thw;       ///< `[images, 3]` int64 in patches: frames (1), rows, columns
-  at::Tensor video_grid_thw;       ///< `[videos, 3]`: frames are those that the tower sees
+  at::Tensor input_ids;             ///< `[batch, seq]` int64, placeholders expanded
+  at::Tensor attention_mask;        ///< `[batch, past + seq]` int64, 1 on tokens and 0 on padding
+  at::Tensor pixel_values;          ///< `[patches, channels * frames * side * side]`, or undefined
+  at::Tensor pixel_values_videos;   ///< The same of videos.
+  at::Tensor image_grid_thw;        ///< `[images, 3]` int64 in patches: frames (1), rows, columns
+  at::Tensor video_grid_thw;        ///< `[videos, 3]`: frames are those that the tower sees
   std::int64_t logits_to_keep = 0;  ///< Logits of that many last positions only; 0 is all.
   at::Tensor position_ids;  ///< `[3, batch, seq]` int64, see mrope_positions; made by `checked`
   std::shared_ptr<KeyValueCache> cache = nullptr;  ///< Of a generation; filled by its forwards.
+
+  Replay replay = {};
 
   /// Positions that earlier steps of a generation have put into the cache.
   std::int64_t past() const {

@@ -1,5 +1,6 @@
 #include "models/model.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
@@ -166,6 +167,9 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   }
   options.foreign = {inputs.input_ids,           inputs.attention_mask, inputs.pixel_values,
                      inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw};
+  if (const auto& recorded = inputs.replay.from) {
+    for (const at::Tensor& tensor : recorded->tensors()) options.foreign.push_back(tensor);
+  }
   inputs = checked(std::move(inputs), config());
   return std::make_unique<Trace>(
       tree_,
@@ -182,6 +186,25 @@ Flow<at::Tensor> Model::run(Trace& trace, Inputs inputs) {
 
 Inputs Model::generation_prompt(Inputs inputs, std::int64_t capacity) const {
   return vlscope::generation_prompt(std::move(inputs), config(), capacity);
+}
+
+std::shared_ptr<Recording> Model::record(Inputs inputs, bool keys) {
+  const at::NoGradGuard no_grad;
+  const auto recording = std::make_shared<Recording>();
+  inputs.logits_to_keep = 1;
+  inputs.replay = {nullptr, recording};
+  if (keys) {
+    const auto blocks = static_cast<std::size_t>(config().text.num_hidden_layers);
+    inputs.cache = recording->keys = std::make_shared<KeyValueCache>(blocks, 0);
+  }
+  forward(std::move(inputs));
+  return recording;
+}
+
+std::int64_t Model::weight_version() const {
+  std::int64_t version = 0;
+  for (const at::Tensor* weight : weights_) version += weight->_version();
+  return version;
 }
 
 at::Tensor Model::forward(Inputs inputs) { return trace(std::move(inputs))->finish(); }

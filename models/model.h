@@ -48,6 +48,11 @@ class Model : public std::enable_shared_from_this<Model> {
   /// The first step of a generation, for `trace`; see generation_prompt. Its last positions' logits
   /// give the tokens for `following`.
   Inputs generation_prompt(Inputs inputs, std::int64_t capacity) const;
+  /// Runs the input once without gradients and keeps what later traces of it can start from.
+  /// @param keys keeps every block's keys and values too.
+  std::shared_ptr<Recording> record(Inputs inputs, bool keys);
+  /// A number that changes with every edit of a weight.
+  std::int64_t weight_version() const;
   /// The whole forward without stops: logits `[batch, kept, vocab]`.
   at::Tensor forward(Inputs inputs);
   /// Final norm and head on a stream `[..., hidden]`.

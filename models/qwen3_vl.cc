@@ -147,8 +147,16 @@ Flow<at::Tensor> Qwen3VLText::operator()(Trace& trace, Input in) const {
   if (context.mask.defined()) context.mask = context.mask.to(x.device());
   context = co_await rotary_emb(trace, x, in.position_ids, context);
 
+  const Recording* recorded = in.replay.from.get();
+  if (in.cache && recorded && !recorded->keys) recorded = nullptr;
   for (std::size_t k = 0; k < layers.size(); ++k) {
+    if (in.replay.into) in.replay.into->streams.push_back(x);
     if (in.cache) context.cache = &in.cache->block(k);
+    if (recorded && trace.passes_unchanged(end_of(k, in))) {
+      x = recorded->streams[k + 1];
+      if (in.cache) context.cache->replace(recorded->keys->block(k));
+      continue;
+    }
     x = co_await (*layers[k])(trace, std::move(x), context);
     if (k < deepstack_outputs.size() && k < in.deepstack.size()) {
       at::Tensor level = std::exchange(in.deepstack[k], {});
@@ -156,9 +164,16 @@ Flow<at::Tensor> Qwen3VLText::operator()(Trace& trace, Input in) const {
       x = add_at_rows(x, in.visual_rows, level);
     }
   }
+  if (in.replay.into) in.replay.into->streams.push_back(x);
   x = co_await norm(trace, std::move(x));
   co_await trace.at(output, x);
   co_return x;
+}
+
+/// The last location before the next block.
+const Location& Qwen3VLText::end_of(std::size_t block, const Input& in) const {
+  const bool adds = block < deepstack_outputs.size() && block < in.deepstack.size();
+  return adds ? *deepstack_outputs[block] : layers[block]->output;
 }
 
 // --- Both ---------------------------------------------------------------------------------------
@@ -195,6 +210,7 @@ Flow<at::Tensor> Qwen3VL::hidden_states(Trace& trace, Inputs& inputs) const {
   }
   in.attention_mask = inputs.attention_mask;
   in.position_ids = inputs.position_ids.to(device);
+  in.replay = inputs.replay;
   in.cache = inputs.cache.get();
 
   at::Tensor hidden = co_await text(trace, std::move(in));
@@ -206,12 +222,15 @@ Flow<Qwen3VLText::Input> Qwen3VL::see(Trace& trace, const Inputs& inputs,
                                       Qwen3VLText::Input in) const {
   const at::Device device = in.inputs_embeds.device();
   VisionFeatures features;
-  {
+  if (inputs.replay.from && trace.passes_unchanged(model.visual.output)) {
+    features = inputs.replay.from->vision;
+  } else {
     at::Tensor pixels = joined(inputs.pixel_values, inputs.pixel_values_videos);
     pixels = pixels.to(device, in.inputs_embeds.scalar_type());
     at::Tensor grids = joined(inputs.image_grid_thw, inputs.video_grid_thw);
     features = co_await model.visual(trace, std::move(pixels), std::move(grids));
   }
+  if (inputs.replay.into) inputs.replay.into->vision = features;
   const at::Tensor image_rows = rows_of(inputs.input_ids == config().image_token_id);
   const at::Tensor video_rows = rows_of(inputs.input_ids == config().video_token_id);
   const bool both = inputs.pixel_values.defined() && inputs.pixel_values_videos.defined();

@@ -10,13 +10,6 @@
 
 namespace vlscope {
 
-/// What the tower gives the text model: features for the scatter, and one set for each DeepStack
-/// level, all `[image_tokens + video_tokens, hidden]` with those of the images first.
-struct VisionFeatures {
-  at::Tensor merged;
-  std::vector<at::Tensor> deepstack;
-};
-
 /// patches = patch_embed(pixels) + resampled pos_embed; blocks; after each tapped block its
 /// DeepStack merger; the projector last.
 class Qwen3VLVision : public Module {
@@ -52,6 +45,7 @@ class Qwen3VLText : public Module {
     at::Tensor visual_pos_masks;  ///< `[batch, seq]` bool, or undefined
     at::Tensor visual_rows;       ///< The same as indices into `[batch * seq]`
     std::vector<at::Tensor> deepstack;
+    Replay replay = {};
     KeyValueCache* cache = nullptr;  ///< Of a generation
   };
   Qwen3VLText(Module* parent, std::string name, const TextConfig& config, std::size_t levels,
@@ -66,6 +60,7 @@ class Qwen3VLText : public Module {
 
  private:
   at::Tensor mask(const Input& in) const;
+  const Location& end_of(std::size_t block, const Input& in) const;
   bool eager_;
 };
 

@@ -31,6 +31,7 @@ from .errors import (
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
 from .model import StandardizedTransformer, load, weight_counts
+from .recording import Recording
 from .trace import InvokeTracer, Saved, Tracer, save
 from .tree import Module, ModuleList, Record, Tensors, Value
 
@@ -51,6 +52,7 @@ __all__ = [
     "OutOfOrderError",
     "PromptRows",
     "Record",
+    "Recording",
     "Sampling",
     "Saved",
     "StandardizedTransformer",

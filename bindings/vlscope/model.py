@@ -19,6 +19,7 @@ from . import _core
 from .errors import CheckpointNotFound, ConfigError, InputError
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows, prompt_rows
+from .recording import Recording
 from .trace import InvokeTracer, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
 
@@ -158,6 +159,7 @@ class StandardizedTransformer(CausalLM):
         "_lock",
         "_own_processor",
         "_sites",
+        "attn_implementation",
         "config",
         "processor",
         "repo_id",
@@ -200,6 +202,7 @@ class StandardizedTransformer(CausalLM):
         self._generation_config = _read_generation_config(folder, self.config)
         self.repo_id = str(path_or_id)
         self.task = task
+        self.attn_implementation = attn_implementation
         self._own_processor = processor
         self.processor = self._light_processor() if task == "image-text-to-text" else None
         if dispatch:
@@ -282,6 +285,20 @@ class StandardizedTransformer(CausalLM):
             return InvokeTracer(self)
         return self._tracer_for(prompt, **inputs)
 
+    def record(self, prompt: Any = None, *, keys: bool = False, **inputs: Any) -> Recording:
+        """Run `prompt` once and keep what `model.trace(recording)` can start from; see `Recording`.
+
+        Takes what `trace` takes. `keys` also keeps every block's keys and values, so that
+        `model.generate(recording)` needs no forward over the prompt.
+
+        >>> clean = model.record("What color is this?", images=[picture])
+        >>> for k in range(model.num_layers):
+        ...     with model.trace(clean):
+        ...         model.layers[k].mlp.mlp_output[:, -1] = 0
+        ...         effect = model.next_token_probs.save()
+        """
+        return Recording.of(self, self.encode(prompt, **inputs), keys)
+
     def generate(
         self,
         prompt: Any = None,
@@ -346,6 +363,10 @@ class StandardizedTransformer(CausalLM):
 
     def _prepare(self, prompt: Any = None, *, logits_to_keep: int = 0, **inputs: Any) -> _core.Inputs:
         """Whatever a trace accepts, as the tensors of one forward."""
+        if isinstance(prompt, Recording):
+            if inputs:
+                raise TypeError(f"a recording holds its own inputs; {', '.join(inputs)} cannot be given with it")
+            return prompt._inputs_for(self, logits_to_keep)
         return _core.Inputs(self.encode(prompt, **inputs), logits_to_keep)
 
     def encode(

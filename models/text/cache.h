@@ -20,6 +20,7 @@ class BlockCache {
   void append(const at::Tensor& k, const at::Tensor& v);
   /// Puts `k` and `v` in place of all that is held.
   void replace(const at::Tensor& k, const at::Tensor& v);
+  void replace(const BlockCache& other) { replace(other.keys_, other.values_); }
   const at::Tensor& keys() const { return keys_; }
   const at::Tensor& values() const { return values_; }
 
@@ -37,6 +38,7 @@ class KeyValueCache {
   KeyValueCache(std::size_t blocks, std::int64_t capacity)
       : blocks_(blocks, BlockCache(capacity)) {}
   BlockCache& block(std::size_t k) { return blocks_.at(k); }
+  std::size_t size() const { return blocks_.size(); }
 
  private:
   std::vector<BlockCache> blocks_;
