@@ -18,12 +18,14 @@ namespace py = pybind11;
 namespace vlscope {
 namespace {
 
-/// Base of `Tracer`. `running` is what `core` holds, while the block is open.
+/// Base of `Tracer`. `running` is what `core` holds, while the block is open. `armed` is 0, or one
+/// more than the order of the first location where the tracer itself has something to do.
 struct TracerObject {
   PyObject_HEAD;
   PyObject* model;
   PyObject* core;
   RunningTrace* running;
+  int armed;
 };
 
 /// Base of `Module`: where its sites start, and the tracer that it is bound to, if any.
@@ -48,6 +50,7 @@ PyTypeObject* module_type = nullptr;
 PyObject* open_tracers = nullptr;  ///< ContextVar: the tracers whose blocks a task is in.
 PyObject* open_name = nullptr;     ///< "_open"
 PyObject* write_name = nullptr;    ///< "_write"
+PyObject* visit_name = nullptr;    ///< "_visit"
 
 /// Runs `body`; what it throws becomes the Python error.
 template <class Body>
@@ -78,19 +81,30 @@ TracerObject* innermost(PyObject* model) {
   return nullptr;
 }
 
-/// A running trace, and the reference that keeps it while this thread is inside.
+/// A running trace, and the references that keep it while this thread is inside.
 struct Running {
   RunningTrace* trace = nullptr;
-  py::object core;
+  py::object core, tracer;
 };
 
 /// The running trace that a module's values belong to; none if it is not open.
 Running running(const ModuleObject& module) {
   const bool bound = module.tracer && is_tracer(module.tracer);
-  const TracerObject* tracer =
-      bound ? reinterpret_cast<TracerObject*>(module.tracer) : innermost(module.model);
+  auto* tracer = bound ? reinterpret_cast<TracerObject*>(module.tracer) : innermost(module.model);
   if (!tracer || !tracer->running) return {};
-  return {tracer->running, py::reinterpret_borrow<py::object>(tracer->core)};
+  return {tracer->running, py::reinterpret_borrow<py::object>(tracer->core),
+          py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(tracer))};
+}
+
+/// The same, after what the tracer itself has to do up to the site.
+Running running_at(const ModuleObject& module, int site) {
+  Running found = running(module);
+  if (!found.trace) return found;
+  const auto* tracer = reinterpret_cast<const TracerObject*>(found.tracer.ptr());
+  if (tracer->armed == 0) return found;
+  const int order = found.trace->order(site);
+  if (order + 1 >= tracer->armed) found.tracer.attr(py::handle(visit_name))(order);
+  return found;
 }
 
 /// Python's `Module._open(site)`, which says why no trace is open.
@@ -103,13 +117,13 @@ Running running(const ModuleObject& module) {
 }
 
 PyObject* read(PyObject* module, int site) {
-  const auto [trace, core] = running(*reinterpret_cast<ModuleObject*>(module));
+  const auto [trace, core, tracer] = running_at(*reinterpret_cast<ModuleObject*>(module), site);
   if (!trace) refuse(module, site);
   return THPVariable_Wrap(trace->read(site));
 }
 
 PyObject* write(PyObject* module, int site, PyObject* value) {
-  const auto [trace, core] = running(*reinterpret_cast<ModuleObject*>(module));
+  const auto [trace, core, tracer] = running_at(*reinterpret_cast<ModuleObject*>(module), site);
   if (trace && THPVariable_Check(value) && trace->writable(site)) {
     trace->write(site, THPVariable_Unpack(value));
     Py_RETURN_NONE;
@@ -227,7 +241,9 @@ PyTypeObject* make_base(const char* name, const char* doc, PyMemberDef* members,
 }
 
 PyMemberDef tracer_members[] = {
-    {"_model", T_OBJECT, offsetof(TracerObject, model), 0, "The model that is traced."}, {}};
+    {"_model", T_OBJECT, offsetof(TracerObject, model), 0, "The model that is traced."},
+    {"_armed", T_INT, offsetof(TracerObject, armed), 0, "0, or 1 + where its own visits begin."},
+    {}};
 PyGetSetDef tracer_getset[] = {
     {"_core", get_core, set_core, "The running trace; None while the block is not open.", nullptr},
     {}};
@@ -262,7 +278,8 @@ void register_access(py::module_& module) {
   open_tracers = PyContextVar_New("vlscope_open_tracers", py::tuple().ptr());
   open_name = PyUnicode_InternFromString("_open");
   write_name = PyUnicode_InternFromString("_write");
-  if (!open_tracers || !open_name || !write_name) throw py::error_already_set();
+  visit_name = PyUnicode_InternFromString("_visit");
+  if (!open_tracers || !open_name || !write_name || !visit_name) throw py::error_already_set();
   module.attr("TracerBase") = py::handle(reinterpret_cast<PyObject*>(tracer_type));
   module.attr("ModuleBase") = py::handle(reinterpret_cast<PyObject*>(module_type));
   module.attr("Accessor") =

@@ -78,6 +78,11 @@ at::Tensor RunningTrace::read(int index) {
   return trace_->read(wanted);
 }
 
+int RunningTrace::order(int index) const {
+  const Location* location = site(index).location;
+  return location ? location->order() : -1;
+}
+
 bool RunningTrace::writable(int index) const {
   return site(index).read_only.empty() && site(index).unavailable.empty();
 }
@@ -175,6 +180,7 @@ void register_trace(py::module_& module) {
             return self.attention_rows(site, {std::move(heads), std::move(queries)}, scores);
           },
           py::arg("site"), py::arg("heads"), py::arg("queries"), py::arg("scores"))
+      .def("check_reachable", &RunningTrace::check_reachable)
       .def("replace", &RunningTrace::replace)
       .def("finish", &RunningTrace::finish)
       .def("check_edits", &RunningTrace::check_edits)

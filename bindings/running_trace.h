@@ -21,6 +21,9 @@ class RunningTrace {
 
   at::Tensor read(int site);
   void write(int site, at::Tensor value);
+  /// Place of a site in the forward order; -1 if it is never served.
+  int order(int site) const;
+  void check_reachable(int site) const { trace_->check_reachable(this->site(site)); }
   /// False if the site is never assigned, or never served.
   bool writable(int site) const;
   /// The list that starts at `site`: every tensor that its location offers from there on.

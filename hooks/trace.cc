@@ -225,8 +225,7 @@ void Trace::advance(const Site& site) {
   }
   if (closed_) throw OutOfOrderError(site.path + " was asked for after its trace had ended.");
   check_edits();
-  check_given(site);
-  if (standing_ == site.location) return;
+  if (standing_ == site.location) return check_given(site);
   check_reachable(site);
   target_ = site.location->order();
   demand_ = site.slot;
@@ -257,6 +256,7 @@ void Trace::check_given(const Site& site) const {
 }
 
 void Trace::check_reachable(const Site& site) const {
+  check_given(site);
   if (!failure_.empty()) throw OutOfOrderError(failure_);
   const int asked = site.location->order();
   for (const Skip& skip : skips_) {

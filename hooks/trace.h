@@ -121,6 +121,8 @@ class Trace {
   at::Tensor peek(const Site& site);
   /// True if reading the site needs no step of the forward.
   bool stands_at(const Site& site) const { return standing_ == site.location && !on_demand_; }
+  /// Refuses what `read` would refuse before the forward moves.
+  void check_reachable(const Site& site) const;
   /// The number of tensors that the location of `site` offers; advances to it.
   int slots(const Site& site);
   /// Replaces the call of a module by `value`: nothing inside it is computed or reached.
@@ -191,7 +193,6 @@ class Trace {
   void advance(const Site& site);
   void resume();
   void check_given(const Site& site) const;
-  void check_reachable(const Site& site) const;
   at::Tensor& live(const Site& site);
   at::Tensor serve(const Site& site);
   bool edited() const;

@@ -15,6 +15,7 @@ from typing import Any
 import torch as _torch  # noqa: F401  (its libraries have to be loaded before the extension)
 
 from . import layouts, sites
+from .edits import Edit
 from .errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -32,7 +33,7 @@ from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
 from .model import StandardizedTransformer, load, weight_counts
 from .recording import Recording
-from .trace import InvokeTracer, Saved, Tracer, save
+from .trace import InvokeTracer, Saved, Session, Tracer, save
 from .tree import Module, ModuleList, Record, Tensors, Value
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
     "ConfigError",
+    "Edit",
     "GenerationTracer",
     "ImageTokens",
     "InputError",
@@ -55,6 +57,7 @@ __all__ = [
     "Recording",
     "Sampling",
     "Saved",
+    "Session",
     "StandardizedTransformer",
     "Tensors",
     "Tracer",

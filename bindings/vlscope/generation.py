@@ -243,6 +243,8 @@ class GenerationTracer(Tracer):
         """Finish the current step and open the next. False if there is none."""
         if self._finished:
             return False
+        if self._schedule is not None:
+            self._schedule.run(self)
         tokens = self._choose(self._core.finish()[:, -1], self._ids)
         tokens = torch.where(self._ended, self._pad, tokens)
         self._ended |= torch.isin(tokens, self._eos)
@@ -254,6 +256,9 @@ class GenerationTracer(Tracer):
         following = self._model._core.trace(self._step_inputs)
         self._core.hand_over(following)
         self._core = following
+        if self._schedule is not None:
+            self._schedule.restart()
+            self._armed = self._schedule.armed
         self._step += 1
         return True
 

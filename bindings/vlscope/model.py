@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from . import _core
+from .edits import Edit, make_edit
 from .errors import CheckpointNotFound, ConfigError, InputError
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows, prompt_rows
 from .recording import Recording
-from .trace import InvokeTracer, Tracer
+from .trace import InvokeTracer, Session, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
 
 __all__ = ["StandardizedTransformer", "load", "weight_counts"]
@@ -153,6 +154,7 @@ class StandardizedTransformer(CausalLM):
         "_device",
         "_dispatched",
         "_dtype",
+        "_edits",
         "_entries",
         "_folder",
         "_generation_config",
@@ -194,6 +196,7 @@ class StandardizedTransformer(CausalLM):
         self._copy = copy
         self._lock = threading.Lock()
         self._dispatched = False
+        self._edits: dict[str, Edit] = {}
         self._config = core.config()
         self._entries = core.modules()
         self._sites = core.sites()
@@ -357,6 +360,9 @@ class StandardizedTransformer(CausalLM):
 
     def __call__(self, prompt: Any = None, **inputs: Any) -> Record:  # type: ignore[override]
         """The plain forward: a record with `.logits` [batch, seq, vocab_size]."""
+        if self._edits:
+            with self.trace(prompt, **inputs):
+                return Record(logits=self.logits)
         prepared = self._prepare(prompt, **inputs)
         self.dispatch()
         return Record(logits=self._core.forward(prepared))
@@ -459,6 +465,46 @@ class StandardizedTransformer(CausalLM):
             else:
                 found.setdefault(place.path, value[None] if place.images_axis else value)
         return found
+
+    # --- what stands in every trace ---
+
+    def edit(self, sites: str | Iterable[str], function: Callable[[Any], Any], *, key: str | None = None) -> Edit:
+        """Apply `function` to a value in every trace from now on.
+
+        `function` takes the value and edits it in place, or returns what takes its place. `sites` are
+        one or more patterns, as in `layers.2.layer_output` or `vision.layers.*.layer_output`. Within a
+        trace the edit is made when the forward comes by, before the script sees anything from there
+        on; in a generation, on every step. What a forward does not reach is passed over. An edit under
+        the `key` of another (by default its sites) replaces it. As a context manager it lasts for the
+        block:
+
+        >>> with model.edit("vision.image_features", torch.zero_):
+        ...     blind = model("What color is this?", images=[picture]).logits
+
+        Raises:
+            UnknownSite, Unavailable, InputError: for sites that are not there or cannot be edited.
+        """
+        made = make_edit(self, sites, function, key)
+        self._edits[made.key] = made
+        return made
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits that are made in every trace, in the order of their making."""
+        return tuple(self._edits.values())
+
+    def clear_edits(self, key: str | None = None) -> None:
+        """Take back the edit under `key`; every edit by default. Raises `KeyError` for a key that is not there."""
+        if key is None:
+            self._edits.clear()
+        elif key in self._edits:
+            del self._edits[key]
+        else:
+            raise KeyError(f"no edit has the key {key!r}; there are {', '.join(self._edits) or 'none'}")
+
+    def session(self) -> Session:
+        """A block around several traces; see `Session`."""
+        return Session()
 
     # --- the values as a whole ---
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
 from . import _core
+from .edits import Schedule, Visit, keeper, visit
+from .errors import NotReachedError, OutOfOrderError
+from .sites import expand
 from .tree import KINDS, OPEN, Module, Tensors, plant
 
 if TYPE_CHECKING:
     from .model import StandardizedTransformer
 
-__all__ = ["InvokeTracer", "Saved", "StepsSaved", "StopTrace", "Tracer", "save"]
+__all__ = ["InvokeTracer", "Saved", "Session", "StepsSaved", "StopTrace", "Tracer", "save"]
 
 T = TypeVar("T")
 
@@ -119,6 +123,8 @@ class Tracer(_core.TracerBase, _Block):
     """
 
     _tree: Module | None
+    _schedule: Schedule | None
+    _last_kept = -1  # order of the last site of a cache
 
     def __init__(
         self,
@@ -128,7 +134,7 @@ class Tracer(_core.TracerBase, _Block):
     ) -> None:
         self._model = model
         # One call in place of one __setattr__ each: opening a trace is to cost next to nothing.
-        vars(self).update(_inputs=inputs, _on_exit=on_exit, _tree=None, saved=Saved())
+        vars(self).update(_inputs=inputs, _on_exit=on_exit, _tree=None, _schedule=None, saved=Saved())
 
     def __enter__(self) -> Tracer:
         inputs = vars(self).pop("_inputs", None)
@@ -138,6 +144,8 @@ class Tracer(_core.TracerBase, _Block):
         if not model._dispatched:
             model.dispatch()
         self._core = self._start(inputs)
+        if model._edits:
+            self._plan([visit for edit in model._edits.values() for visit in edit.visits])
         OPEN.set((*OPEN.get(), self))
         return self
 
@@ -160,6 +168,44 @@ class Tracer(_core.TracerBase, _Block):
 
     def _complete(self) -> None:
         """What is still to be done where the block is left normally."""
+        if self._armed:
+            self._visit(self._last_kept)
+
+    def _plan(self, visits: Sequence[Visit]) -> None:
+        """Have the tracer do something by itself at these sites."""
+        if self._schedule is None:
+            self._schedule = Schedule()
+        self._schedule.add(visits)
+        self._armed = self._schedule.armed
+
+    def _visit(self, order: int | None) -> None:
+        """Called before the forward is taken to a place in its order, or past it."""
+        if self._schedule is not None and order is not None:
+            self._schedule.run(self, order)
+
+    def cache(
+        self, sites: str | Iterable[str], *, device: Any = None, dtype: torch.dtype | None = None
+    ) -> Mapping[str, Any]:
+        """Keep the values of `sites` as the forward passes them, without reading them one by one.
+
+        `sites` are patterns, as in `layers.*.layer_output`. Returns a mapping by site that is full when
+        the block is left; the forward runs at least to the last of them. In a generation it holds a list
+        for each site, a value a step. Values are detached, and moved to `device` and `dtype` if given;
+        else they are the live tensors, edits included.
+
+        Raises:
+            UnknownSite, Unavailable, OutOfOrderError: for what cannot be kept, before anything moves.
+        """
+        if self._core is None:
+            raise OutOfOrderError("this trace is not open: ask for a cache inside its `with` block")
+        kept = type(self.saved)()
+        visits = [visit(self._model, site, keeper(kept, site, device, dtype)) for site in expand(self._model, sites)]
+        for wanted in visits:
+            with contextlib.suppress(NotReachedError):
+                self._core.check_reachable(wanted.number)
+        self._plan(visits)
+        self._last_kept = max(self._last_kept, *(wanted.order for wanted in visits))
+        return kept
 
     def _close(self) -> None:
         self._core.close()
@@ -201,6 +247,20 @@ class Tracer(_core.TracerBase, _Block):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Tracer holds a running forward and cannot be copied or pickled")
+
+
+class Session(_Block):
+    """Several traces that belong together: `with model.session() as session: ...`
+
+    Traces run where they stand and what they save outlives them, with or without a session;
+    `session.stop()` leaves the block from wherever it is called.
+    """
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
+        return isinstance(error, StopTrace) and error.tracer is self
 
 
 class InvokeTracer(_Block):

@@ -184,6 +184,8 @@ class Module(_core.ModuleBase):
         candidates = reversed(OPEN.get()) if self._tracer is None else (self._tracer,)
         for tracer in candidates:
             if tracer._model is self._model and tracer._core is not None:
+                if tracer._armed:
+                    tracer._visit(self._model._core.order_of(site))
                 return tracer
         raise self._refusal(site)
 
