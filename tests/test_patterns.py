@@ -284,6 +284,20 @@ def test_a_row_shows_edits_of_queries_keys_and_mask(attention, model, padded):
     assert attention == "sdpa" or not rows[..., -2].any()
 
 
+@pytest.mark.parametrize("case", ["two_images", "padded_mixed"])
+def test_on_every_step_of_a_generation_the_row_is_that_of_the_newest_token(model, inputs, case):
+    attn = model.layers[1].self_attn
+    rows, wholes = [], []
+    for read_all, kept in ((False, rows), (True, wholes)):
+        with model.generate(**inputs(NAME, case), max_new_tokens=4) as tracer:
+            for _ in tracer.iter[:]:
+                kept.append(attn.attention_probabilities[:, :, -1] if read_all else attn.attention_row())
+    length = inputs(NAME, case)["input_ids"].shape[1]
+    assert [row.shape[-1] for row in rows] == [length + step for step in range(4)]
+    for row, whole in zip(rows, wholes, strict=True):
+        torch.testing.assert_close(row, whole, rtol=0, atol=1e-6)
+
+
 def test_a_row_of_a_head_or_position_that_is_not_there_is_refused(model, inputs):
     prompt = inputs(NAME, "text")
     length = prompt["input_ids"].shape[1]
@@ -293,6 +307,8 @@ def test_a_row_of_a_head_or_position_that_is_not_there_is_refused(model, inputs)
             attn.attention_row(length)
         with pytest.raises(IndexError, match="head -5: there are 4, 0 to 3"):
             attn.attention_row(heads=-5)
+        with pytest.raises(IndexError, match="heads is empty"):
+            attn.attention_row(heads=[])
         with pytest.raises(TypeError):
             attn.attention_row(1.5)
         assert attn.attention_row(-length).shape == (1, 4, length)
