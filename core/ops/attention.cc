@@ -64,7 +64,8 @@ at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale) {
 at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                             double scale) {
   const at::Tensor scores = full_scores(q, k, scale);
-  return masked(scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
+  return masked(
+      scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
 }
 
 at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,

@@ -33,10 +33,10 @@ void expect_rows(const Step& step, const at::Tensor& mask) {
 
 TEST(ScoreRows, EqualThoseOfTheCausalPattern) { expect_rows({}, {}); }
 
-TEST(ScoreRows, EqualThoseUnderABooleanMask) { expect_rows({}, ops::causal_mask(padded())); }
+TEST(ScoreRows, EqualThoseUnderABooleanMask) { expect_rows({}, ops::causal_mask(padded(), 7)); }
 
 TEST(ScoreRows, EqualThoseUnderAnAdditiveMask) {
-  expect_rows({}, ops::additive_mask(ops::causal_mask(padded()), at::kFloat));
+  expect_rows({}, ops::additive_mask(ops::causal_mask(padded(), 7), at::kFloat));
 }
 
 TEST(ScoreRows, QueriesOfALaterStepStandAtTheEndOfTheKeys) {
