@@ -127,7 +127,10 @@ at::Tensor RunningTrace::attention_rows(int index, const ops::RowChoice& rows, b
   const OrdinaryMode mode;
   const auto& attention = dynamic_cast<const TextAttention&>(*site(index).host);
   const at::Tensor result = attention.score_rows(*trace_, row_site(site(index)), rows);
-  return scores ? result : ops::attention_probabilities(result);
+  if (scores) return result;
+  const at::Tensor probabilities = ops::attention_probabilities(result);
+  // Softmax keeps its result for the backward pass; an edit must not reach that.
+  return probabilities.requires_grad() ? probabilities.clone() : probabilities;
 }
 
 void RunningTrace::replace(int module, at::Tensor value) {

@@ -57,7 +57,8 @@ std::vector<Value> attention_values(const std::string& queries, const std::strin
 
 /// A pattern for each segment of cu_seqlens.
 Value per_image(const std::string& name, const std::string& description) {
-  Value value{name, "ImagePattern", "heads query key", description + " of each image", name};
+  Value value{name, "ImagePattern", "heads query key",
+              description + " of each image and video frame", name};
   value.list = true;
   return value;
 }

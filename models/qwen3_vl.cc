@@ -35,6 +35,10 @@ at::Tensor joined(const at::Tensor& images, const at::Tensor& videos) {
   return videos.defined() ? at::cat({images, videos}) : images;
 }
 
+/// A stream that has been read and will be offered again. A graph keeps what its operations have
+/// read, so an edit from here on goes to a tensor of its own.
+at::Tensor beyond_its_reader(const at::Tensor& x) { return x.requires_grad() ? x.clone() : x; }
+
 }  // namespace
 
 // --- Vision -------------------------------------------------------------------------------------
@@ -89,9 +93,11 @@ Flow<VisionFeatures> Qwen3VLVision::operator()(Trace& trace, at::Tensor pixels,
     x = co_await (*blocks[i])(trace, std::move(x), context);
     if (const Merger* tap = tap_after(i)) {
       features.deepstack.push_back(co_await (*tap)(trace, x));
+      x = beyond_its_reader(x);
     }
   }
   features.merged = co_await merger(trace, x);
+  x = beyond_its_reader(x);
 
   std::vector<at::Tensor*> result{&x, &features.merged};
   for (at::Tensor& level : features.deepstack) result.push_back(&level);

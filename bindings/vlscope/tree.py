@@ -467,6 +467,8 @@ def attention_row(
     """
     site = self._values + next(i for i, value in enumerate(self._kind.values) if value.name == "attention_queries")
     chosen = _indices(slice(None) if heads is None else heads, self._model.num_heads, "head")
+    if not chosen:
+        raise IndexError(f"{self._site_path}.attention_row: heads is empty; give one or more")
     running = self._open(site)._core
     rows = _indices(query, running.count_queries(site), "query")
     result: torch.Tensor = running.attention_rows(site, chosen, rows, scores)

@@ -304,9 +304,9 @@ with a, b = cu_seqlens[j], cu_seqlens[j + 1]."""
     image, over the slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the scores of each
     slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
     image_attention_scores: Tensors
-    """tuple of ImagePattern [heads query key]: scaled scores of each image."""
+    """tuple of ImagePattern [heads query key]: scaled scores of each image and video frame."""
     image_attention_probabilities: Tensors
-    """tuple of ImagePattern [heads query key]: softmax of the scores of each image."""
+    """tuple of ImagePattern [heads query key]: softmax of the scores of each image and video frame."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [images patches heads head_dim]: each head's weighted sum of values."""
     attention_output: torch.Tensor

@@ -64,7 +64,8 @@ at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale) {
 at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                             double scale) {
   const at::Tensor scores = full_scores(q, k, scale);
-  return masked(scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
+  return masked(
+      scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
 }
 
 at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
@@ -102,11 +103,12 @@ at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::T
   const at::Tensor keys = shared && !grouped ? repeat_heads(k, q.size(1)) : k;
   const at::Tensor values = shared && !grouped ? repeat_heads(v, q.size(1)) : v;
   const std::optional<at::Tensor> bias = mask.defined() ? std::optional(mask) : std::nullopt;
-  return at::scaled_dot_product_attention(q, keys, values, bias, /*dropout_p=*/0.0,
-                                          causal && !mask.defined() && q.size(2) > 1, scale,
-                                          grouped)
-      .transpose(1, 2)
-      .contiguous();
+  const at::Tensor heads =
+      at::scaled_dot_product_attention(q, keys, values, bias, /*dropout_p=*/0.0,
+                                       causal && !mask.defined() && q.size(2) > 1, scale, grouped)
+          .transpose(1, 2);
+  // The kernels keep their result for the backward pass; an edit must not reach that.
+  return heads.requires_grad() ? heads.clone(at::MemoryFormat::Contiguous) : heads.contiguous();
 }
 
 at::Tensor causal_mask(const at::Tensor& attention_mask, std::int64_t queries) {

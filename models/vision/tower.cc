@@ -101,10 +101,10 @@ Flow<at::Tensor> VisionAttention::operator()(Trace& trace, at::Tensor x,
   if (!trace.skip(*this, x)) {
     const std::int64_t patches = x.size(0);
     x = co_await qkv(trace, std::move(x));
-    const auto parts = x.reshape({patches, 3, heads_, -1}).permute({1, 0, 2, 3}).unbind(0);
-    at::Tensor q = heads_first(rotate_precisely(parts[0], context));
-    at::Tensor k = heads_first(rotate_precisely(parts[1], context));
-    at::Tensor v = heads_first(parts[2]);
+    const at::Tensor parts = x.reshape({patches, 3, heads_, -1});
+    at::Tensor q = heads_first(rotate_precisely(parts.select(1, 0), context));
+    at::Tensor k = heads_first(rotate_precisely(parts.select(1, 1), context));
+    at::Tensor v = heads_first(parts.select(1, 2));
     co_await trace.at(queries, q, k, v);
     std::vector<Segment> segments;
     std::int64_t start = 0;

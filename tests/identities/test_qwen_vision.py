@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vlscope
-from sites import collect, resolve
+from sites import collect, difference, resolve
 
 
 def test_the_merger_is_the_projector(model, prompts):
@@ -48,6 +48,46 @@ def test_queries_keys_and_values_are_the_whole_row_after_the_rotary(model, promp
     torch.testing.assert_close(q, rotate(raw[0]))
     torch.testing.assert_close(k, rotate(raw[1]))
     assert torch.equal(v, raw[2])
+
+
+def test_the_loop_over_cu_seqlens_gives_the_patterns_of_the_images(model, prompts):
+    attn = model.vision.layers[1].self_attn
+    for inputs in (prompts.one_image, prompts.two_images, prompts.padded_mixed):
+        with model.trace(**inputs):
+            cu = attn.inputs[1]["cu_seqlens"].save()
+            q = attn.attention_queries.save()
+            k = attn.attention_keys.save()
+            served = attn.image_attention_scores, attn.image_attention_probabilities
+        made = [], []
+        for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+            made[0].append(q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim**-0.5)
+            made[1].append(made[0][-1].softmax(-1))
+        for ours, theirs in zip(served, made, strict=True):
+            assert len(theirs) == len(inputs["image_grid_thw"])
+            assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def test_each_pattern_times_that_images_values_is_the_head_outputs(attention, model, prompts):
+    for attn in (block.self_attn for block in model.vision.layers):
+        with model.trace(**prompts.two_images):
+            cu = attn.inputs[1]["cu_seqlens"].tolist()
+            values = attn.attention_values.save()
+            patterns = attn.image_attention_probabilities
+            heads = attn.attention_head_outputs.save()
+        for pattern, a, b in zip(patterns, cu[:-1], cu[1:], strict=True):
+            made = (pattern @ values[0, :, a:b]).transpose(0, 1)
+            if attention == "eager":
+                assert torch.equal(made, heads[0, a:b])
+            torch.testing.assert_close(made, heads[0, a:b], rtol=1e-5, atol=1e-5)
+
+
+def test_the_interior_is_the_same_under_both_implementations(name, vlscope_model, prompts):
+    at = "vision.layers.0.self_attn"
+    interior = [f"{at}.attention_{part}" for part in ("queries", "keys", "values")]
+    interior += [f"{at}.image_attention_scores", f"{at}.image_attention_probabilities"]
+    runs = [collect(vlscope_model(name, attention), prompts.two_images, *interior) for attention in ("eager", "sdpa")]
+    for eager, sdpa in zip(*runs, strict=True):
+        assert difference(sdpa, eager) is None
 
 
 def test_heads_projected_are_the_attention_output(model, prompts):

@@ -78,8 +78,8 @@ def plain(model, inputs):
         return model(**completed).logits
 
 
-def run(model, inputs, edits=None):
-    """One watched forward.
+def run(model, inputs, edits=None, grad=False):
+    """One watched forward; with `grad`, one that records a graph for what requires it.
 
     transformers runs its tower once for the images of a prompt and once more for its videos. Here it runs once on both,
     images first, as vlscope does: the last bits of a row of a matrix product depend on how many rows there are.
@@ -88,7 +88,7 @@ def run(model, inputs, edits=None):
     recorder = _Recorder(model, edits or {}, inputs)
     recorder.named("input_ids", inputs["input_ids"])
     recorder.named("attention_mask", inputs["attention_mask"])
-    with torch.no_grad(), recorder.watching():
+    with torch.set_grad_enabled(grad), recorder.watching():
         model(**complete(model, inputs))
     recorder.finish(inputs["attention_mask"])
     unused = set(edits or {}) - recorder.edited
