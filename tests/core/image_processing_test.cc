@@ -149,19 +149,17 @@ TEST(PreprocessImages, TreatsEachImageAsIfAlone) {
   const ImageOptions options = small_options();
   const at::Tensor wide = at::randint(0, 256, {7, 30, 3}, at::kByte);
   const at::Tensor tall = at::randint(0, 256, {50, 9, 3}, at::kByte);
-  const ImagePatches both = preprocess_images({wide, tall}, options);
-  const ImagePatches first = preprocess_images({wide}, options);
-  const ImagePatches second = preprocess_images({tall}, options);
+  const Patches both = preprocess_images({wide, tall}, options);
+  const Patches first = preprocess_images({wide}, options);
+  const Patches second = preprocess_images({tall}, options);
   EXPECT_TRUE(at::equal(both.pixel_values, at::cat({first.pixel_values, second.pixel_values})));
-  EXPECT_TRUE(
-      at::equal(both.image_grid_thw, at::cat({first.image_grid_thw, second.image_grid_thw})));
-  EXPECT_EQ(both.image_grid_thw.select(1, 0).sum().item<int64_t>(), 2);
-  EXPECT_EQ(both.image_grid_thw.prod(1).sum().item<int64_t>(), both.pixel_values.size(0));
+  EXPECT_TRUE(at::equal(both.grid_thw, at::cat({first.grid_thw, second.grid_thw})));
+  EXPECT_EQ(both.grid_thw.select(1, 0).sum().item<int64_t>(), 2);
+  EXPECT_EQ(both.grid_thw.prod(1).sum().item<int64_t>(), both.pixel_values.size(0));
 }
 
 TEST(PreprocessImages, KeepsAConstantImageConstant) {
-  const ImagePatches patches =
-      preprocess_images({at::full({1, 1, 3}, 255, at::kByte)}, small_options());
+  const Patches patches = preprocess_images({at::full({1, 1, 3}, 255, at::kByte)}, small_options());
   EXPECT_TRUE(at::equal(patches.pixel_values, at::full(patches.pixel_values.sizes(), 1.0f)));
 }
 
