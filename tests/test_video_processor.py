@@ -307,7 +307,7 @@ def test_messages_with_videos_equal_the_reference(pair):
         for kwargs in ({}, {"fps": 4}, {"num_frames": 6, "fps": None}):
             messages = conversation(clip, picture)
             mine = ours.apply_chat_template(messages, **options, **kwargs)
-            reference = theirs.apply_chat_template(messages, **options, processor_kwargs=kwargs)
+            reference = theirs.apply_chat_template(messages, **options, processor_kwargs={**kwargs})
             assert_same(mine, reference)
             assert_same(ours.encode_prompt(messages, **kwargs), reference)
     assert ours.apply_chat_template(messages) == theirs.apply_chat_template(messages)

@@ -73,7 +73,7 @@ class ImageSettings:
         names = {field.name for field in dataclasses.fields(cls)} | {"size"}
         known = {name: value for name, value in config.items() if name in names}
         try:
-            absent = {name: None for name in cls._optional if config.get(name, ...) is None}
+            absent: dict[str, Any] = {name: None for name in cls._optional if config.get(name, ...) is None}
             return dataclasses.replace(cls(), **absent).replace(**known)
         except InputError as error:
             raise ConfigError(f"{where}: {error}") from None
