@@ -181,5 +181,49 @@ TEST(PreprocessImages, WithoutResizingRefusesASizeThatDoesNotFit) {
               ThrowsMessage<InputError>(AllOf(HasSubstr("multiples of 4"), HasSubstr("6"))));
 }
 
+VideoOptions small_video_options() {
+  VideoOptions options;
+  options.frames = small_options();
+  return options;
+}
+
+TEST(PreprocessVideos, CutsEachFrameAsAnImageAndFillsTheLastGroupWithItsLastFrame) {
+  const VideoOptions options = small_video_options();
+  const at::Tensor video = at::randint(256, {5, 8, 8, 3}, at::kByte);
+  const Patches patches = preprocess_videos({video}, options);
+  const int64_t depth = options.frames.temporal_patch_size;
+  const int64_t groups = (5 + depth - 1) / depth;
+  EXPECT_EQ(patches.grid_thw[0][0].item<int64_t>(), groups);
+  const at::Tensor rows =
+      patches.pixel_values.view({groups, -1, 3, depth, patches.pixel_values.size(1) / (3 * depth)});
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t frame = 0; frame < depth; ++frame) {
+      const at::Tensor still = video[std::min<int64_t>(group * depth + frame, 4)];
+      const at::Tensor alone = preprocess_images({still}, options.frames).pixel_values;
+      EXPECT_TRUE(at::equal(rows[group].select(2, frame),
+                            alone.view({-1, 3, depth, rows.size(4)}).select(2, 0)));
+    }
+  }
+}
+
+TEST(ProcessedVideoSize, BoundsTheVolumeAndScalesSmallSidesUp) {
+  VideoOptions options;
+  options.frames.limits = {4096, 131072};
+  EXPECT_EQ(processed_video_size(2, {64, 64}, options), (ImageSize{64, 64}));
+  EXPECT_EQ(processed_video_size(64, {64, 64}, options), (ImageSize{32, 32}));
+  EXPECT_EQ(processed_video_size(2, {8, 16}, options), (ImageSize{32, 64}));
+  EXPECT_EQ(processed_video_size(1, {8, 16}, options), processed_video_size(2, {8, 16}, options));
+  options.cap_pixels_per_frame = true;
+  options.max_video_tokens = 5;
+  EXPECT_EQ(processed_video_size(2, {256, 256}, options), (ImageSize{64, 64}));
+}
+
+TEST(ProcessedVideoSize, RefusesWhatHasNoSize) {
+  const VideoOptions options;
+  EXPECT_THROW(processed_video_size(0, {64, 64}, options), InputError);
+  EXPECT_THROW(processed_video_size(2, {0, 64}, options), InputError);
+  EXPECT_THROW(processed_video_size(2, {1, 201}, options), InputError);
+}
+
 }  // namespace
 }  // namespace vlscope
