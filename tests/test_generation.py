@@ -42,7 +42,9 @@ def reference_tokens(model, inputs, **options):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", ["text", "one_image", "two_images", "padded_text", "padded_mixed"])
+@pytest.mark.parametrize(
+    "case", ["text", "one_image", "two_images", "padded_text", "padded_mixed", "videos", "images_and_videos"]
+)
 @pytest.mark.parametrize("name", [*tiny.CONFIGS, "demo"])
 def test_greedy_tokens_are_the_references(vlscope_model, reference_model, inputs, name, case, attention):
     given = inputs(name, case)
@@ -169,7 +171,7 @@ STREAM = ["layers.0.layer_input", "layers.1.self_attn.attention_output", "layers
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", ["text", "one_image", "padded_mixed"])
+@pytest.mark.parametrize("case", ["text", "one_image", "padded_mixed", "images_and_videos"])
 def test_the_values_of_a_step_are_those_of_a_trace_of_all_tokens_so_far(vlscope_model, inputs, case, attention):
     model, given = vlscope_model("dense", attention), inputs("dense", case)
     interior = [

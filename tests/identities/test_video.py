@@ -193,7 +193,7 @@ def test_scan_foretells_what_a_prompt_with_videos_reaches(model, prompts):
         inputs = getattr(prompts, case)
         shapes = model.scan(**inputs)
         assert ("vision.image_features" in shapes) == ("image_grid_thw" in inputs)
-        kinds = ("_features", "_mask", "deepstack_output", "layer_output")
+        kinds = ("image_features", "video_features", "_token_mask", "deepstack_output", "layer_output")
         sites = sorted((site for site in shapes if site.endswith(kinds)), key=model.order)
         for site, value in zip(sites, collect(model, inputs, *sites), strict=True):
             assert (value.shape, value.dtype) == (shapes[site].shape, shapes[site].dtype), site
