@@ -33,7 +33,8 @@ def generated(model, inputs, **options):
 def reference_tokens(model, inputs, **options):
     """Greedy tokens of transformers. Its generate takes positions from the mask, as ours do."""
     ids = inputs["input_ids"]
-    types = (ids == model.config.image_token_id).int() if "pixel_values" in inputs else None
+    types = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+    types = types if types.any() else None
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": tiny.PAD, **options}
     return model.generate(**inputs, mm_token_type_ids=types, **settings)
 
