@@ -25,14 +25,17 @@ at::Tensor view_of(const Pixels& pixels) {
   return at::from_blob(const_cast<uint8_t*>(pixels.data()), sizes, strides, at::kByte);
 }
 
-std::pair<at::Tensor, at::Tensor> preprocess(const std::vector<Pixels>& images,
-                                             const ImageOptions& options) {
-  std::vector<at::Tensor> views;
-  views.reserve(images.size());
-  for (const Pixels& image : images) views.push_back(view_of(image));
-  const py::gil_scoped_release released;
-  ImagePatches patches = preprocess_images(views, options);
-  return {std::move(patches.pixel_values), std::move(patches.image_grid_thw)};
+/// Binds preprocess_images or preprocess_videos.
+template <class Options>
+auto preprocess(Patches (*run)(const std::vector<at::Tensor>&, const Options&)) {
+  return [run](const std::vector<Pixels>& pixels, const Options& options) {
+    std::vector<at::Tensor> views;
+    views.reserve(pixels.size());
+    for (const Pixels& each : pixels) views.push_back(view_of(each));
+    const py::gil_scoped_release released;
+    Patches patches = run(views, options);
+    return std::pair(std::move(patches.pixel_values), std::move(patches.grid_thw));
+  };
 }
 
 std::pair<int64_t, int64_t> as_pair(ImageSize size) { return {size.height, size.width}; }
@@ -59,6 +62,13 @@ void register_processing(py::module_& module) {
       .def_readwrite("image_std", &ImageOptions::image_std)
       .def("check", &check_image_options, "Raise InputError where two settings contradict.");
 
+  py::class_<VideoOptions>(module, "VideoOptions", "What video_preprocessor_config.json says.")
+      .def(py::init<>())
+      .def_readwrite("frames", &VideoOptions::frames)
+      .def_readwrite("cap_pixels_per_frame", &VideoOptions::cap_pixels_per_frame)
+      .def_readwrite("max_video_tokens", &VideoOptions::max_video_tokens)
+      .def("check", &check_video_options, "Raise InputError where two settings contradict.");
+
   module.def(
       "smart_resize",
       [](int64_t height, int64_t width, int64_t factor, int64_t min_pixels, int64_t max_pixels) {
@@ -74,8 +84,18 @@ void register_processing(py::module_& module) {
       },
       py::arg("height"), py::arg("width"), py::arg("options"),
       "(height, width) at which an image is cut into patches.");
-  module.def("preprocess_images", &preprocess, py::arg("images"), py::arg("options"),
+  module.def(
+      "processed_video_size",
+      [](int64_t frames, int64_t height, int64_t width, const VideoOptions& options) {
+        return as_pair(processed_video_size(frames, {height, width}, options));
+      },
+      py::arg("frames"), py::arg("height"), py::arg("width"), py::arg("options"),
+      "(height, width) at which the frames of a video are cut into patches.");
+  module.def("preprocess_images", preprocess(&preprocess_images), py::arg("images"),
+             py::arg("options"),
              "Patches [rows, 3 * T * P * P] and grids [images, 3] of uint8 arrays [H, W, 3].");
+  module.def("preprocess_videos", preprocess(&preprocess_videos), py::arg("videos"),
+             py::arg("options"), "The same of uint8 arrays [F, H, W, 3]; grids [videos, 3].");
 }
 
 }  // namespace vlscope

@@ -113,23 +113,117 @@ class PatchWriter {
   LevelTable table_;
 };
 
-void check_image(const at::Tensor& image) {
-  if (image.scalar_type() != at::kByte || image.dim() != 3 || image.size(2) != kChannels ||
-      !image.device().is_cpu()) {
-    throw InputError(fmt::format("expected uint8 pixels [height, width, 3] on the CPU, got {} [{}]",
-                                 c10::toString(image.scalar_type()),
-                                 fmt::join(image.sizes(), ", ")));
+// One image, or the frames of one video, and the size that it is to have.
+struct Clip {
+  at::Tensor frames;  // uint8 [F, 3, H, W]
+  ImageSize size;
+};
+
+void check_pixels(const at::Tensor& pixels, int64_t dims, const char* axes) {
+  if (pixels.scalar_type() != at::kByte || pixels.dim() != dims || pixels.size(-1) != kChannels ||
+      !pixels.device().is_cpu()) {
+    throw InputError(fmt::format("expected uint8 pixels [{}] on the CPU, got {} [{}]", axes,
+                                 c10::toString(pixels.scalar_type()),
+                                 fmt::join(pixels.sizes(), ", ")));
   }
 }
 
-// Runs `check` on one image and puts its index before the message of what it throws.
-template <typename Check>
-auto naming_image(size_t index, Check check) {
-  try {
-    return check();
-  } catch (const InputError& error) {
-    throw InputError(fmt::format("image {}: {}", index, error.what()));
+// What `prepare` makes of each tensor; the index is put before the message of what it throws.
+template <typename Prepare>
+std::vector<Clip> each_clip(const std::vector<at::Tensor>& pixels, const char* noun,
+                            Prepare prepare) {
+  std::vector<Clip> clips;
+  clips.reserve(pixels.size());
+  for (size_t i = 0; i < pixels.size(); ++i) {
+    try {
+      clips.push_back(prepare(pixels[i]));
+    } catch (const InputError& error) {
+      throw InputError(fmt::format("{} {}: {}", noun, i, error.what()));
+    }
   }
+  return clips;
+}
+
+Patches patches_of(const std::vector<Clip>& clips, const ImageOptions& options) {
+  Patches result;
+  result.grid_thw = at::empty({static_cast<int64_t>(clips.size()), 3}, at::kLong);
+  int64_t* grid = result.grid_thw.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> counts;
+  int64_t rows = 0;
+  for (const Clip& clip : clips) {
+    *grid++ = divide_up(clip.frames.size(0), options.temporal_patch_size);
+    *grid++ = clip.size.height / options.patch_size;
+    *grid++ = clip.size.width / options.patch_size;
+    counts.push_back(grid[-3] * grid[-2] * grid[-1]);
+    rows += counts.back();
+  }
+  const int64_t row_length =
+      kChannels * options.temporal_patch_size * options.patch_size * options.patch_size;
+  result.pixel_values = at::empty({rows, row_length}, at::kFloat);
+  int64_t row = 0;
+  for (size_t i = 0; i < clips.size(); ++i) {
+    write_patches(resize_frames(clips[i].frames, clips[i].size), options,
+                  result.pixel_values.narrow(0, row, counts[i]));
+    row += counts[i];
+  }
+  return result;
+}
+
+// A number of frames, and what it counts as where the limits are compared.
+struct Duration {
+  int64_t frames = 1;
+  int64_t counted = 1;
+};
+
+void check_aspect_ratio(ImageSize size) {
+  const auto [shorter, longer] = std::minmax(size.height, size.width);
+  if (longer <= kMaxAspectRatio * shorter) return;
+  throw InputError(
+      fmt::format("the image is {} pixels high and {} wide, an aspect ratio of {:.6g}; at most {} "
+                  "is allowed: crop or pad it",
+                  size.height, size.width,
+                  static_cast<double>(longer) / static_cast<double>(shorter), kMaxAspectRatio));
+}
+
+void check_not_empty(ImageSize size) {
+  if (size.height > 0 && size.width > 0) return;
+  throw InputError(
+      fmt::format("the image is empty: {} pixels high, {} wide", size.height, size.width));
+}
+
+// The rule that images (of one frame) and videos share.
+ImageSize fit(ImageSize size, int64_t factor, PixelLimits limits, Duration duration) {
+  check_aspect_ratio(size);
+  const double h = static_cast<double>(size.height);
+  const double w = static_cast<double>(size.width);
+  const double f = static_cast<double>(factor);
+  const double volume = static_cast<double>(duration.frames * size.height * size.width);
+  const auto blocks = [factor](double count) { return static_cast<int64_t>(count) * factor; };
+
+  // nearbyint rounds halves to even under the default rounding mode, as Python's round does.
+  const ImageSize rounded{blocks(std::nearbyint(h / f)), blocks(std::nearbyint(w / f))};
+  const int64_t counted = duration.counted * rounded.height * rounded.width;
+  if (counted > limits.max_pixels) {
+    const double beta = std::sqrt(volume / static_cast<double>(limits.max_pixels));
+    return {std::max(factor, blocks(std::floor(h / beta / f))),
+            std::max(factor, blocks(std::floor(w / beta / f)))};
+  }
+  if (counted < limits.min_pixels) {
+    const double beta = std::sqrt(static_cast<double>(limits.min_pixels) / volume);
+    return {blocks(std::ceil(h * beta / f)), blocks(std::ceil(w * beta / f))};
+  }
+  return rounded;
+}
+
+// The size itself, which has to be cut without a rest.
+ImageSize unresized(ImageSize size, int64_t factor) {
+  if (size.height > 0 && size.width > 0 && size.height % factor == 0 && size.width % factor == 0) {
+    return size;
+  }
+  throw InputError(fmt::format(
+      "with do_resize off the sides have to be multiples of {} (patch_size * merge_size), got "
+      "{} high and {} wide",
+      factor, size.height, size.width));
 }
 
 }  // namespace
@@ -156,50 +250,47 @@ void check_image_options(const ImageOptions& options) {
   }
 }
 
-ImageSize smart_resize(ImageSize size, int64_t factor, PixelLimits limits) {
-  const auto [height, width] = size;
-  if (height <= 0 || width <= 0) {
-    throw InputError(fmt::format("the image is empty: {} pixels high, {} wide", height, width));
+void check_video_options(const VideoOptions& options) {
+  check_image_options(options.frames);
+  if (options.max_video_tokens <= 0) {
+    throw InputError(
+        fmt::format("max_video_tokens has to be positive, got {}", options.max_video_tokens));
   }
-  const auto [shorter, longer] = std::minmax(height, width);
-  if (longer > kMaxAspectRatio * shorter) {
-    throw InputError(fmt::format(
-        "the image is {} pixels high and {} wide, an aspect ratio of {:.6g}; at most {} "
-        "is allowed: crop or pad it",
-        height, width, static_cast<double>(longer) / static_cast<double>(shorter),
-        kMaxAspectRatio));
-  }
-  const double h = static_cast<double>(height);
-  const double w = static_cast<double>(width);
-  const double f = static_cast<double>(factor);
-  const auto blocks = [factor](double count) { return static_cast<int64_t>(count) * factor; };
+}
 
-  // nearbyint rounds halves to even under the default rounding mode, as Python's round does.
-  const ImageSize rounded{blocks(std::nearbyint(h / f)), blocks(std::nearbyint(w / f))};
-  const int64_t area = rounded.height * rounded.width;
-  if (area > limits.max_pixels) {
-    const double beta = std::sqrt(h * w / static_cast<double>(limits.max_pixels));
-    return {std::max(factor, blocks(std::floor(h / beta / f))),
-            std::max(factor, blocks(std::floor(w / beta / f)))};
-  }
-  if (area < limits.min_pixels) {
-    const double beta = std::sqrt(static_cast<double>(limits.min_pixels) / (h * w));
-    return {blocks(std::ceil(h * beta / f)), blocks(std::ceil(w * beta / f))};
-  }
-  return rounded;
+ImageSize smart_resize(ImageSize size, int64_t factor, PixelLimits limits) {
+  check_not_empty(size);
+  return fit(size, factor, limits, {});
 }
 
 ImageSize processed_size(ImageSize size, const ImageOptions& options) {
   const int64_t factor = options.patch_size * options.merge_size;
-  if (options.do_resize) return smart_resize(size, factor, options.limits);
-  if (size.height <= 0 || size.width <= 0 || size.height % factor != 0 ||
-      size.width % factor != 0) {
-    throw InputError(fmt::format(
-        "with do_resize off the sides have to be multiples of {} (patch_size * merge_size), got "
-        "{} high and {} wide",
-        factor, size.height, size.width));
+  return options.do_resize ? smart_resize(size, factor, options.limits) : unresized(size, factor);
+}
+
+ImageSize processed_video_size(int64_t frames, ImageSize size, const VideoOptions& options) {
+  const ImageOptions& each = options.frames;
+  const int64_t factor = each.patch_size * each.merge_size;
+  if (frames <= 0) throw InputError("the video has no frames");
+  if (!each.do_resize) return unresized(size, factor);
+  check_not_empty(size);
+
+  const int64_t depth = each.temporal_patch_size;
+  frames = std::max(frames, depth);
+  PixelLimits limits = each.limits;
+  if (options.cap_pixels_per_frame) {
+    const int64_t cap = options.max_video_tokens * factor * factor;
+    const auto least = static_cast<int64_t>(static_cast<double>(limits.min_pixels) * 1.05);
+    limits.max_pixels = std::max(std::min(cap, limits.max_pixels / frames), least) * frames;
   }
-  return size;
+  if (size.height < factor || size.width < factor) {
+    const double f = static_cast<double>(factor);
+    const double h = static_cast<double>(size.height), w = static_cast<double>(size.width);
+    const double scale = std::max(f / h, f / w);
+    size = {static_cast<int64_t>(h * scale), static_cast<int64_t>(w * scale)};
+  }
+  const double groups = static_cast<double>(frames) / static_cast<double>(depth);
+  return fit(size, factor, limits, {frames, static_cast<int64_t>(std::nearbyint(groups)) * depth});
 }
 
 at::Tensor resize_frames(const at::Tensor& frames, ImageSize size) {
@@ -216,40 +307,25 @@ void write_patches(const at::Tensor& frames, const ImageOptions& options, const 
   });
 }
 
-ImagePatches preprocess_images(const std::vector<at::Tensor>& images, const ImageOptions& options) {
+Patches preprocess_images(const std::vector<at::Tensor>& images, const ImageOptions& options) {
   check_image_options(options);
-  std::vector<ImageSize> sizes;
-  sizes.reserve(images.size());
-  ImagePatches result;
-  result.image_grid_thw = at::empty({static_cast<int64_t>(images.size()), 3}, at::kLong);
-  int64_t* grid = result.image_grid_thw.mutable_data_ptr<int64_t>();
-  int64_t rows = 0;
-  for (size_t i = 0; i < images.size(); ++i) {
-    const ImageSize size = naming_image(i, [&] {
-      check_image(images[i]);
-      return processed_size({images[i].size(0), images[i].size(1)}, options);
-    });
-    sizes.push_back(size);
-    *grid++ = 1;
-    *grid++ = size.height / options.patch_size;
-    *grid++ = size.width / options.patch_size;
-    rows += grid[-2] * grid[-1];
-  }
+  // [H, W, 3] seen as one channels-last frame [1, 3, H, W]; nothing is copied.
+  const auto prepare = [&](const at::Tensor& image) {
+    check_pixels(image, 3, "height, width, 3");
+    return Clip{image.permute({2, 0, 1}).unsqueeze(0),
+                processed_size({image.size(0), image.size(1)}, options)};
+  };
+  return patches_of(each_clip(images, "image", prepare), options);
+}
 
-  const int64_t row_length =
-      kChannels * options.temporal_patch_size * options.patch_size * options.patch_size;
-  result.pixel_values = at::empty({rows, row_length}, at::kFloat);
-  int64_t row = 0;
-  for (size_t i = 0; i < images.size(); ++i) {
-    // [H, W, 3] seen as one channels-last frame [1, 3, H, W]; nothing is copied.
-    const at::Tensor frame = images[i].permute({2, 0, 1}).unsqueeze(0);
-    const int64_t patches =
-        sizes[i].height / options.patch_size * (sizes[i].width / options.patch_size);
-    write_patches(resize_frames(frame, sizes[i]), options,
-                  result.pixel_values.narrow(0, row, patches));
-    row += patches;
-  }
-  return result;
+Patches preprocess_videos(const std::vector<at::Tensor>& videos, const VideoOptions& options) {
+  check_video_options(options);
+  const auto prepare = [&](const at::Tensor& video) {
+    check_pixels(video, 4, "frames, height, width, 3");
+    return Clip{video.permute({0, 3, 1, 2}),
+                processed_video_size(video.size(0), {video.size(1), video.size(2)}, options)};
+  };
+  return patches_of(each_clip(videos, "video", prepare), options.frames);
 }
 
 }  // namespace vlscope

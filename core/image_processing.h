@@ -41,9 +41,22 @@ struct ImageOptions {
   std::array<double, 3> image_std = {0.26862954, 0.26130258, 0.27577711};
 };
 
+/// What video_preprocessor_config.json says; the defaults are those of the reference's class. The
+/// limits bound frames * height * width. Which frames are taken is the caller's business.
+struct VideoOptions {
+  ImageOptions frames = {.patch_size = 16,
+                         .limits = {128 * 32 * 32, 32 * 32 * 768},
+                         .image_mean = {0.5, 0.5, 0.5},
+                         .image_std = {0.5, 0.5, 0.5}};
+  /// Bounds each frame as well: by max_video_tokens, and by an even share of max_pixels.
+  bool cap_pixels_per_frame = false;
+  int64_t max_video_tokens = 768;
+};
+
 /// Throws InputError unless every size is positive, 0 < min_pixels <= max_pixels, and no std is
 /// zero.
 void check_image_options(const ImageOptions& options);
+void check_video_options(const VideoOptions& options);
 
 /// The size nearest to `size` whose sides are multiples of `factor` and whose area lies within the
 /// limits, keeping the aspect ratio as far as that allows. Halves round to even and all arithmetic
@@ -55,6 +68,12 @@ ImageSize smart_resize(ImageSize size, int64_t factor, PixelLimits limits);
 /// The size at which an image is cut into patches: smart_resize, or `size` itself when do_resize is
 /// off, which then has to be a multiple of patch_size * merge_size (InputError).
 ImageSize processed_size(ImageSize size, const ImageOptions& options);
+
+/// The size at which the frames of a video are cut into patches. A side under one factor is first
+/// scaled up to it; then as smart_resize, with the limits on the volume. Fewer frames than a
+/// temporal patch has count as that many, as the last one is repeated to fill it.
+/// Throws InputError on no frames, on empty ones and on an aspect ratio over 200.
+ImageSize processed_video_size(int64_t frames, ImageSize size, const VideoOptions& options);
 
 /// Antialiased bicubic resize of uint8 frames [F, 3, H, W]; returned as they are when the size is
 /// right.
@@ -69,13 +88,16 @@ at::Tensor resize_frames(const at::Tensor& frames, ImageSize size);
 /// repeated to fill the last temporal patch, so a still image is one frame.
 void write_patches(const at::Tensor& frames, const ImageOptions& options, const at::Tensor& out);
 
-struct ImagePatches {
-  at::Tensor pixel_values;    ///< float32 [sum of t * h * w, 3 * T * P * P]
-  at::Tensor image_grid_thw;  ///< int64 [images, 3], in patches; t = 1
+struct Patches {
+  at::Tensor pixel_values;  ///< float32 [sum of t * h * w, 3 * T * P * P]
+  at::Tensor grid_thw;      ///< int64 [images or videos, 3], in patches
 };
 
-/// The patches of uint8 RGB images [H, W, 3] on the CPU, one after the other. Sizes are checked
-/// before any image is touched. Throws InputError naming the image by its index.
-ImagePatches preprocess_images(const std::vector<at::Tensor>& images, const ImageOptions& options);
+/// The patches of uint8 RGB images [H, W, 3] on the CPU, one after the other; t = 1. Sizes are
+/// checked before any image is touched. Throws InputError naming the image by its index.
+Patches preprocess_images(const std::vector<at::Tensor>& images, const ImageOptions& options);
+
+/// The same of videos [F, H, W, 3]; t = ceil(F / T).
+Patches preprocess_videos(const std::vector<at::Tensor>& videos, const VideoOptions& options);
 
 }  // namespace vlscope

@@ -33,7 +33,8 @@ def generated(model, inputs, **options):
 def reference_tokens(model, inputs, **options):
     """Greedy tokens of transformers. Its generate takes positions from the mask, as ours do."""
     ids = inputs["input_ids"]
-    types = (ids == model.config.image_token_id).int() if "pixel_values" in inputs else None
+    types = (ids == model.config.image_token_id).int() + 2 * (ids == model.config.video_token_id).int()
+    types = types if types.any() else None
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": tiny.PAD, **options}
     return model.generate(**inputs, mm_token_type_ids=types, **settings)
 
@@ -42,7 +43,9 @@ def reference_tokens(model, inputs, **options):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", ["text", "one_image", "two_images", "padded_text", "padded_mixed"])
+@pytest.mark.parametrize(
+    "case", ["text", "one_image", "two_images", "padded_text", "padded_mixed", "videos", "images_and_videos"]
+)
 @pytest.mark.parametrize("name", [*tiny.CONFIGS, "demo"])
 def test_greedy_tokens_are_the_references(vlscope_model, reference_model, inputs, name, case, attention):
     given = inputs(name, case)
@@ -169,7 +172,7 @@ STREAM = ["layers.0.layer_input", "layers.1.self_attn.attention_output", "layers
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("case", ["text", "one_image", "padded_mixed"])
+@pytest.mark.parametrize("case", ["text", "one_image", "padded_mixed", "images_and_videos"])
 def test_the_values_of_a_step_are_those_of_a_trace_of_all_tokens_so_far(vlscope_model, inputs, case, attention):
     model, given = vlscope_model("dense", attention), inputs("dense", case)
     interior = [

@@ -44,6 +44,41 @@ def test_scan_foretells_shape_and_dtype_of_every_value_without_weights(model, re
             assert (shapes[site].shape, shapes[site].dtype) == (value.shape, value.dtype), site
 
 
+def test_a_trace_takes_videos_and_how_their_frames_are_taken(model, red):
+    clip = [red] * 8
+    for options, groups in (
+        ({}, 2),
+        ({"fps": 1, "video_metadata": [{"fps": 1}]}, 4),
+        ({"num_frames": 6}, 3),
+        ({"do_sample_frames": False}, 4),
+    ):
+        encoding = model.processor.encode_prompt(PROMPT, red, [clip], **options)
+        with model.trace(PROMPT, images=[red], videos=[clip], **options):
+            assert torch.equal(model.input_ids, encoding["input_ids"])
+            features = model.vision.video_features.save()
+        assert len(features) == groups * 4
+        assert torch.equal(model(encoding).logits, model(PROMPT, images=[red], videos=clip, **options).logits)
+        assert model.scan(PROMPT, videos=[clip], **options)["vision.video_features"].shape == features.shape
+    messages = [{"role": "user", "content": [{"type": "video", "video": clip}, {"type": "text", "text": PROMPT}]}]
+    beside = model(PROMPT, videos=[clip], num_frames=6).logits
+    assert torch.equal(model(messages, num_frames=6).logits, beside)
+
+
+def test_videos_are_refused_where_they_cannot_go(model, red):
+    with pytest.raises(vlscope.InputError, match="videos were given without a prompt"):
+        model.trace(videos=[[red] * 4])
+    with pytest.raises(TypeError, match="fps was given without videos"):
+        model.trace(PROMPT, fps=2)
+    with pytest.raises(vlscope.InputError, match="pixel_values_videos was given without video_grid_thw"):
+        model(input_ids=torch.tensor([[1]]), pixel_values_videos=torch.zeros(4, 1536))
+    text = vlscope.load("demo", task="text-generation")
+    with pytest.raises(vlscope.InputError, match="videos were given .*text-generation"):
+        text.trace(PROMPT, videos=[[red] * 4])
+    encoding = model.processor.encode_prompt(PROMPT, videos=[[red] * 4])
+    with pytest.raises(vlscope.InputError, match="videos were given .*text-generation"):
+        text(encoding)
+
+
 def test_scan_leaves_out_what_a_text_does_not_reach(model):
     sites = model.scan("Hello")
     assert "layers.0.layer_output" in sites

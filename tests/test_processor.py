@@ -19,7 +19,7 @@ from PIL import Image
 
 import tiny
 from vlscope import _core
-from vlscope.errors import CheckpointNotFound, ConfigError, InputError, Unavailable
+from vlscope.errors import CheckpointNotFound, ConfigError, InputError
 from vlscope.processing import Processor
 
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -778,17 +778,6 @@ def test_the_processor_counts_placeholders_too(processor):
         processor()
     with pytest.raises(InputError, match="empty"):
         processor(text=[])
-
-
-def test_videos_are_unavailable(processor):
-    clip = np.zeros((4, 32, 32, 3), dtype=np.uint8)
-    for call in (
-        lambda: processor(text="<|video_pad|>", videos=[clip]),
-        lambda: processor.encode_prompt("hi", videos=[clip]),
-        lambda: processor.encode_prompt([{"role": "user", "content": [{"type": "video", "video": clip}]}]),
-    ):
-        with pytest.raises(Unavailable, match="videos are not supported yet"):
-            call()
 
 
 # --- incomplete folders -------------------------------------------------------------------------

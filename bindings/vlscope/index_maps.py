@@ -38,7 +38,8 @@ class ImageTokens:
         merge: patches of a merge block along one side.
         patch_size: pixels of a patch along one side.
         positions: [tokens], the position of each token in the (padded) prompt.
-        rows: its slice of `vision.image_features` and of `deepstack_output`.
+        rows: its slice of `vision.image_features`, and of `deepstack_output` where no videos are beside
+            the images (those rows then go by `vision.visual_token_mask`).
         patches: its slice of the vision stream: `vision.layers[i].layer_output[0, image.patches]`.
     """
 
@@ -168,8 +169,9 @@ class PromptRows:
         index: its place in the batch.
         tokens: the slice of its positions; what lies before is padding.
         images: its images, with their slices; see `ImageTokens`.
-        features: its slice of `vision.image_features` and of `deepstack_output`, all its images.
-        patches: its slice of the vision stream.
+        features: its slice of `vision.image_features`, all its images, and of `deepstack_output` where
+            no videos are beside them.
+        patches: its slice of the vision stream, all its images.
     """
 
     index: int

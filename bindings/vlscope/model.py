@@ -32,6 +32,8 @@ _TENSORS = frozenset(
 )
 #: Part of a processor's encoding, and not needed: positions follow from the ids and the grids.
 _IGNORED = ("mm_token_type_ids", "token_type_ids")
+#: How a processor takes the frames of `videos=`.
+_VIDEO_OPTIONS = ("video_metadata", "fps", "num_frames", "do_sample_frames")
 _ELSEWHERE = {
     "remote": "the forward runs in this process",
     "scan": "use model.scan(prompt)",
@@ -275,10 +277,11 @@ class StandardizedTransformer(CausalLM):
 
         `prompt` is a string, chat messages, token ids, a processor's encoding, or a list of these (a
         batch, padded on the left). `images` are PIL images, arrays, tensors or paths; `videos` are
-        lists of frames, or arrays [frames, height, width, 3]. Instead of a prompt the tensors can
-        be given: `input_ids=, attention_mask=, pixel_values=, pixel_values_videos=,
-        image_grid_thw=, video_grid_thw=`. `logits_to_keep=n` computes the logits of the last n
-        positions only.
+        lists of frames, or arrays [frames, height, width, 3], and go with `video_metadata=[{"fps":
+        24}]` and one of `fps=` (frames to take a second), `num_frames=` and
+        `do_sample_frames=False`. Instead of a prompt the tensors can be given: `input_ids=,
+        attention_mask=, pixel_values=, pixel_values_videos=, image_grid_thw=, video_grid_thw=`.
+        `logits_to_keep=n` computes the logits of the last n positions only.
         Without any input, a block for several forwards: see `InvokeTracer`.
 
         Raises:
@@ -387,13 +390,16 @@ class StandardizedTransformer(CausalLM):
         if text is not None and prompt is not None:
             raise TypeError("give the prompt once: as the first argument or as text=")
         prompt = text if prompt is None else prompt
+        options = {name: tensors.pop(name) for name in _VIDEO_OPTIONS if name in tensors}
+        if options and videos is None and not isinstance(prompt, (list, tuple)):
+            raise TypeError(f"{', '.join(options)} was given without videos")
         if isinstance(prompt, Mapping) and "input_ids" in prompt and not images and not videos:
             tensors, prompt = {**prompt, **tensors}, None
         if prompt is not None:
             if "input_ids" in tensors:
                 raise TypeError("give a prompt or input_ids, not both")
             _refuse_unknown(tensors)
-            tensors = {**self._encode(prompt, images, videos), **tensors}
+            tensors = {**self._encode(prompt, images, videos, options), **tensors}
         elif images is not None or videos is not None:
             given = "videos" if images is None else "images"
             raise InputError(f"{given} were given without a prompt: give the prompt too")
@@ -408,7 +414,7 @@ class StandardizedTransformer(CausalLM):
                 tensors[name] = _as_tensor(name, value)
         return tensors
 
-    def _encode(self, prompt: Any, images: Any, videos: Any) -> Mapping[str, Any]:
+    def _encode(self, prompt: Any, images: Any, videos: Any, options: Mapping[str, Any]) -> Mapping[str, Any]:
         if (images is not None or videos is not None) and self.task == "text-generation":
             given = "videos" if images is None else "images"
             raise InputError(
@@ -417,8 +423,8 @@ class StandardizedTransformer(CausalLM):
             )
         processor = self._light_processor()
         if hasattr(processor, "encode_prompt"):
-            return processor.encode_prompt(prompt, images, videos)
-        return processor(text=prompt, images=images, videos=videos, return_tensors="pt")
+            return processor.encode_prompt(prompt, images, videos, **options)
+        return processor(text=prompt, images=images, videos=videos, return_tensors="pt", **options)
 
     def prompt_rows(self, prompt: Any = None, **inputs: Any) -> list[PromptRows]:
         """Where each prompt of a batch lies in the values of the whole: its unpadded positions, its

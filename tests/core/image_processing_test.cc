@@ -149,19 +149,17 @@ TEST(PreprocessImages, TreatsEachImageAsIfAlone) {
   const ImageOptions options = small_options();
   const at::Tensor wide = at::randint(0, 256, {7, 30, 3}, at::kByte);
   const at::Tensor tall = at::randint(0, 256, {50, 9, 3}, at::kByte);
-  const ImagePatches both = preprocess_images({wide, tall}, options);
-  const ImagePatches first = preprocess_images({wide}, options);
-  const ImagePatches second = preprocess_images({tall}, options);
+  const Patches both = preprocess_images({wide, tall}, options);
+  const Patches first = preprocess_images({wide}, options);
+  const Patches second = preprocess_images({tall}, options);
   EXPECT_TRUE(at::equal(both.pixel_values, at::cat({first.pixel_values, second.pixel_values})));
-  EXPECT_TRUE(
-      at::equal(both.image_grid_thw, at::cat({first.image_grid_thw, second.image_grid_thw})));
-  EXPECT_EQ(both.image_grid_thw.select(1, 0).sum().item<int64_t>(), 2);
-  EXPECT_EQ(both.image_grid_thw.prod(1).sum().item<int64_t>(), both.pixel_values.size(0));
+  EXPECT_TRUE(at::equal(both.grid_thw, at::cat({first.grid_thw, second.grid_thw})));
+  EXPECT_EQ(both.grid_thw.select(1, 0).sum().item<int64_t>(), 2);
+  EXPECT_EQ(both.grid_thw.prod(1).sum().item<int64_t>(), both.pixel_values.size(0));
 }
 
 TEST(PreprocessImages, KeepsAConstantImageConstant) {
-  const ImagePatches patches =
-      preprocess_images({at::full({1, 1, 3}, 255, at::kByte)}, small_options());
+  const Patches patches = preprocess_images({at::full({1, 1, 3}, 255, at::kByte)}, small_options());
   EXPECT_TRUE(at::equal(patches.pixel_values, at::full(patches.pixel_values.sizes(), 1.0f)));
 }
 
@@ -181,6 +179,50 @@ TEST(PreprocessImages, WithoutResizingRefusesASizeThatDoesNotFit) {
   options.do_resize = false;
   EXPECT_THAT([&] { preprocess_images({at::full({8, 6, 3}, 1, at::kByte)}, options); },
               ThrowsMessage<InputError>(AllOf(HasSubstr("multiples of 4"), HasSubstr("6"))));
+}
+
+VideoOptions small_video_options() {
+  VideoOptions options;
+  options.frames = small_options();
+  return options;
+}
+
+TEST(PreprocessVideos, CutsEachFrameAsAnImageAndFillsTheLastGroupWithItsLastFrame) {
+  const VideoOptions options = small_video_options();
+  const at::Tensor video = at::randint(256, {5, 8, 8, 3}, at::kByte);
+  const Patches patches = preprocess_videos({video}, options);
+  const int64_t depth = options.frames.temporal_patch_size;
+  const int64_t groups = (5 + depth - 1) / depth;
+  EXPECT_EQ(patches.grid_thw[0][0].item<int64_t>(), groups);
+  const at::Tensor rows =
+      patches.pixel_values.view({groups, -1, 3, depth, patches.pixel_values.size(1) / (3 * depth)});
+  for (int64_t group = 0; group < groups; ++group) {
+    for (int64_t frame = 0; frame < depth; ++frame) {
+      const at::Tensor still = video[std::min<int64_t>(group * depth + frame, 4)];
+      const at::Tensor alone = preprocess_images({still}, options.frames).pixel_values;
+      EXPECT_TRUE(at::equal(rows[group].select(2, frame),
+                            alone.view({-1, 3, depth, rows.size(4)}).select(2, 0)));
+    }
+  }
+}
+
+TEST(ProcessedVideoSize, BoundsTheVolumeAndScalesSmallSidesUp) {
+  VideoOptions options;
+  options.frames.limits = {4096, 131072};
+  EXPECT_EQ(processed_video_size(2, {64, 64}, options), (ImageSize{64, 64}));
+  EXPECT_EQ(processed_video_size(64, {64, 64}, options), (ImageSize{32, 32}));
+  EXPECT_EQ(processed_video_size(2, {8, 16}, options), (ImageSize{32, 64}));
+  EXPECT_EQ(processed_video_size(1, {8, 16}, options), processed_video_size(2, {8, 16}, options));
+  options.cap_pixels_per_frame = true;
+  options.max_video_tokens = 5;
+  EXPECT_EQ(processed_video_size(2, {256, 256}, options), (ImageSize{64, 64}));
+}
+
+TEST(ProcessedVideoSize, RefusesWhatHasNoSize) {
+  const VideoOptions options;
+  EXPECT_THROW(processed_video_size(0, {64, 64}, options), InputError);
+  EXPECT_THROW(processed_video_size(2, {0, 64}, options), InputError);
+  EXPECT_THROW(processed_video_size(2, {1, 201}, options), InputError);
 }
 
 }  // namespace

@@ -25,5 +25,5 @@ def model(name, attention, vlscope_model):
 @pytest.fixture
 def prompts(name, inputs):
     """prompts.text, prompts.one_image, ...: the inputs of each case."""
-    cases = ("text", "one_image", "two_images", "padded_text", "padded_mixed")
+    cases = ("text", "one_image", "two_images", "padded_text", "padded_mixed", "videos", "images_and_videos")
     return SimpleNamespace(**{case: inputs(name, case) for case in cases})

@@ -65,6 +65,29 @@ def test_a_level_is_added_at_the_image_tokens_and_nowhere_else(model, prompts):
             assert torch.equal(after[~mask], out[~mask])
 
 
+def test_with_videos_a_level_is_added_at_the_visual_tokens_in_the_order_of_the_prompt(model, prompts):
+    """The tower has the images first, the prompt has them where it has them."""
+    indexes = model.config["vision_config"]["deepstack_visual_indexes"]
+    inputs = prompts.images_and_videos
+    for k, block in enumerate(sorted(indexes)[: taps_of(model)]):
+        image_mask, mask, made, out, added, after = collect(
+            model,
+            inputs,
+            "vision.image_token_mask",
+            "vision.visual_token_mask",
+            f"vision.deepstack_merger_list.{indexes.index(block)}.output",
+            f"layers.{k}.layer_output",
+            f"layers.{k}.deepstack_output",
+            entering(model, k),
+        )
+        images = int(image_mask.sum())
+        assert torch.equal(after[mask], out[mask] + added)
+        assert torch.equal(after[~mask], out[~mask])
+        assert torch.equal(added[image_mask[mask]], made[:images])
+        assert torch.equal(added[~image_mask[mask]], made[images:])
+        assert not torch.equal(added, made)
+
+
 def test_a_saved_block_output_stays_as_it_was_before_the_add(model, prompts):
     (alone,) = collect(model, prompts.one_image, "layers.0.layer_output")
     with_next, _ = collect(model, prompts.one_image, "layers.0.layer_output", entering(model, 0))

@@ -146,6 +146,9 @@ def test_a_text_only_load_serves_no_vision_value(checkpoint, name, attention, pr
         lambda: model.vision.image_features,
         lambda: model.vision.layers[0].layer_output,
         lambda: model.vision.image_token_mask,
+        lambda: model.vision.video_token_mask,
+        lambda: model.vision.visual_token_mask,
+        lambda: model.vision.video_features,
         lambda: model.layers[0].deepstack_output,
         lambda: model.projector.output,
     )

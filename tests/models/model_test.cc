@@ -36,25 +36,34 @@ constexpr const char* kConfig = R"({
 })";
 
 constexpr std::int64_t I = 90;  // The image token.
+constexpr std::int64_t V = 91;  // The video token.
 
 Config config() { return parse_config(kConfig, "config.json"); }
 
 at::Tensor longs(const std::vector<std::int64_t>& values) { return at::tensor(values); }
 
-/// Ids, and pixels of the right size for the grids.
-Inputs prompt(const std::vector<std::int64_t>& ids,
-              const std::vector<std::vector<std::int64_t>>& grids = {}) {
-  Inputs inputs;
-  inputs.input_ids = longs(ids).unsqueeze(0);
-  if (grids.empty()) return inputs;
+using Grids = std::vector<std::vector<std::int64_t>>;
+
+/// Sets the grids, and pixels of the right size for them.
+void give(const Grids& grids, at::Tensor& grid_thw, at::Tensor& pixels) {
+  if (grids.empty()) return;
   std::vector<std::int64_t> flat;
   std::int64_t patches = 0;
   for (const auto& grid : grids) {
     flat.insert(flat.end(), grid.begin(), grid.end());
     patches += grid[0] * grid[1] * grid[2];
   }
-  inputs.image_grid_thw = longs(flat).view({-1, 3});
-  inputs.pixel_values = at::zeros({patches, 3 * 2 * 16 * 16});
+  grid_thw = longs(flat).view({-1, 3});
+  pixels = at::zeros({patches, 3 * 2 * 16 * 16});
+}
+
+/// Ids, and the pixels of images and videos.
+Inputs prompt(const std::vector<std::int64_t>& ids, const Grids& images = {},
+              const Grids& videos = {}) {
+  Inputs inputs;
+  inputs.input_ids = longs(ids).unsqueeze(0);
+  give(images, inputs.image_grid_thw, inputs.pixel_values);
+  give(videos, inputs.video_grid_thw, inputs.pixel_values_videos);
   return inputs;
 }
 
@@ -95,6 +104,22 @@ TEST(Positions, TwoImagesOfTwoSizes) {
   EXPECT_THAT(axis(positions, 2), ElementsAre(0, 1, 2, 3, 2, 3, 4, 5, 6, 7, 8, 9, 10));
 }
 
+TEST(Positions, EachFrameOfAVideoIsARunOfItsOwn) {
+  const at::Tensor positions =
+      checked(prompt({1, 2, 3, V, V, V, V, 1, 2, 3, V, V, V, V, 4, 5}, {}, {{2, 4, 4}}), config())
+          .position_ids;
+  EXPECT_THAT(axis(positions, 0), ElementsAre(0, 1, 2, 3, 3, 3, 3, 5, 6, 7, 8, 8, 8, 8, 10, 11));
+  EXPECT_THAT(axis(positions, 1), ElementsAre(0, 1, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 9, 9, 10, 11));
+  EXPECT_THAT(axis(positions, 2), ElementsAre(0, 1, 2, 3, 4, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10, 11));
+}
+
+TEST(Positions, ImagesAndVideosTakeEachTheirOwnGrids) {
+  const at::Tensor positions =
+      checked(prompt({V, V, 1, I, 2, V, V}, {{1, 2, 2}}, {{2, 2, 4}}), config()).position_ids;
+  EXPECT_THAT(axis(positions, 0), ElementsAre(0, 0, 2, 3, 4, 5, 5));
+  EXPECT_THAT(axis(positions, 2), ElementsAre(0, 1, 2, 3, 4, 5, 6));
+}
+
 TEST(Positions, PaddingIsLeftOutAndHoldsZero) {
   Inputs inputs = prompt({0, 0, 5, 6});
   inputs.attention_mask = longs({0, 0, 1, 1}).unsqueeze(0);
@@ -110,7 +135,6 @@ TEST(CheckedInputs, NameWhatDisagreesWithBothNumbers) {
   EXPECT_THAT(refusal(prompt({I, I, I}, {{1, 4, 4}})), HasSubstr("give 4 features"));
   EXPECT_THAT(refusal(prompt({I, 1, I, I, I}, {{1, 4, 4}})), HasSubstr("position 0 has 1"));
   EXPECT_THAT(refusal(prompt({I}, {{1, 3, 2}})), HasSubstr("(1, 3, 2)"));
-  EXPECT_THAT(refusal(prompt({91})), HasSubstr("1 video tokens"));
   EXPECT_THAT(refusal({}), HasSubstr("input_ids is missing"));
   Inputs masked = prompt({1, 2});
   masked.attention_mask = longs({0, 0}).unsqueeze(0);
@@ -124,6 +148,36 @@ TEST(CheckedInputs, NameWhatDisagreesWithBothNumbers) {
   Inputs cut = prompt({I}, {{1, 2, 2}});
   cut.pixel_values = at::zeros({3, 1536});
   EXPECT_THAT(refusal(cut), HasSubstr("has 3 patches, image_grid_thw counts 4"));
+}
+
+TEST(CheckedInputs, NameWhatDisagreesInAVideo) {
+  EXPECT_THAT(refusal(prompt({V})), HasSubstr("1 video tokens (id 91), the 0 video(s) give 0"));
+  EXPECT_THAT(refusal(prompt({V, 1, V}, {}, {{3, 2, 2}})),
+              HasSubstr("2 video tokens (id 91), the 1 video(s) give 3 features"));
+  EXPECT_THAT(refusal(prompt({V}, {{1, 2, 2}})), HasSubstr("0 image tokens"));
+  EXPECT_THAT(refusal(prompt({I}, {}, {{1, 2, 2}})), HasSubstr("1 image tokens"));
+  EXPECT_THAT(refusal(prompt({V, V, 1, V, V, V, V}, {}, {{1, 2, 4}, {2, 2, 4}})),
+              HasSubstr("accepted"));
+  EXPECT_THAT(refusal(prompt({V, V, 1, V, 2, V, V, V}, {}, {{1, 2, 4}, {2, 2, 4}})),
+              HasSubstr("frame 0 of video 1 gives 2 features, but the run of video tokens at "
+                        "position 3 has 1"));
+  EXPECT_THAT(refusal(prompt({V}, {}, {{0, 2, 2}})),
+              HasSubstr("video_grid_thw of video 0 is (0, 2, 2) patches; a video has 1 frame or "
+                        "more"));
+  EXPECT_THAT(refusal(prompt({V}, {}, {{-1, 2, -2}})), HasSubstr("(-1, 2, -2)"));
+  EXPECT_THAT(refusal(prompt({V}, {}, {{1, 2, 3}})), HasSubstr("(1, 2, 3)"));
+  EXPECT_THAT(refusal(prompt({I, I}, {{2, 2, 2}})), HasSubstr("an image has 1 frame"));
+  Inputs gridless = prompt({V}, {}, {{1, 2, 2}});
+  gridless.video_grid_thw = at::Tensor();
+  EXPECT_THAT(refusal(gridless), HasSubstr("pixel_values_videos was given without video_grid_thw"));
+  Inputs pixelless = prompt({V}, {}, {{1, 2, 2}});
+  pixelless.pixel_values_videos = at::Tensor();
+  EXPECT_THAT(refusal(pixelless),
+              HasSubstr("video_grid_thw was given without pixel_values_videos"));
+  Inputs cut = prompt({V, V}, {}, {{2, 2, 2}});
+  cut.pixel_values_videos = at::zeros({7, 1536});
+  EXPECT_THAT(refusal(cut),
+              HasSubstr("pixel_values_videos has 7 patches, video_grid_thw counts 8"));
 }
 
 TEST(VisionLayout, PatchesLieInMergeBlockOrder) {

@@ -24,14 +24,15 @@ def change(tensor):
     return tensor.roll(1, dims=-1)
 
 
+@pytest.mark.parametrize("visual", ["two_images", "images_and_videos"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_write_at_each_value_does_what_the_same_hook_does(
-    name, attention, vlscope_model, reference_model, reference_run, inputs
+    name, attention, visual, vlscope_model, reference_model, reference_run, inputs
 ):
     model, theirs = vlscope_model(name, attention), reference_model(name, attention)
-    case, faults = inputs(name, "two_images"), []
-    for i, site in enumerate(writable(reference_run(name, attention, "two_images"))):
+    case, faults = inputs(name, visual), []
+    for i, site in enumerate(writable(reference_run(name, attention, visual))):
         expected = reference.run(theirs, case, {site: change}).logits
         with model.trace(**case):
             if i % 2:

@@ -9,5 +9,15 @@ torch.Size([1, 202])
 from .images import ImageProcessor, ImageSettings
 from .processor import Processor
 from .text import ChatTemplate, Encoding, Tokenizer
+from .videos import VideoProcessor, VideoSettings
 
-__all__ = ["ChatTemplate", "Encoding", "ImageProcessor", "ImageSettings", "Processor", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "Encoding",
+    "ImageProcessor",
+    "ImageSettings",
+    "Processor",
+    "Tokenizer",
+    "VideoProcessor",
+    "VideoSettings",
+]

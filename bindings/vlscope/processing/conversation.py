@@ -1,15 +1,24 @@
-"""Chat messages: which of their parts are images, and where each image comes from."""
+"""Chat messages: which of their parts are images and videos, and where each comes from."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import InputError, Unavailable
+from ..errors import InputError
 from .images import decode_base64
+from .videos import Clip
 
 Message = Mapping[str, Any]
-_VIDEO_KEYS = ("video", "video_url")
+
+
+@dataclasses.dataclass
+class Sources:
+    """Where the images and the videos of a conversation come from, in order; None for a part that holds none."""
+
+    images: list[Any] = dataclasses.field(default_factory=list)
+    videos: list[Any] = dataclasses.field(default_factory=list)
 
 
 def is_conversation(value: Any) -> bool:
@@ -21,13 +30,13 @@ def is_conversation(value: Any) -> bool:
     )
 
 
-def split_images(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The messages in the form that templates know, and the source of each image in order.
+def split_media(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], Sources]:
+    """The messages in the form that templates know, and the sources of their images and videos.
 
-    The source is None for a part `{"type": "image"}`, whose image is passed beside the
+    A source is None for a part `{"type": "image"}` (or "video") whose image is passed beside the
     conversation. The messages given are left as they are.
     """
-    sources: list[Any] = []
+    sources = Sources()
     normalised = []
     for message in messages:
         content = message.get("content")
@@ -37,28 +46,32 @@ def split_images(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], lis
     return normalised, sources
 
 
-def user_turn(text: str, images: int) -> list[dict[str, Any]]:
-    """One user message: the images in order, then the text."""
+def user_turn(text: str, images: int, videos: int) -> list[dict[str, Any]]:
+    """One user message: the images in order, the videos in order, then the text."""
     parts: list[dict[str, Any]] = [{"type": "image"} for _ in range(images)]
+    parts += [{"type": "video"} for _ in range(videos)]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def _normalise(part: Any, sources: list[Any]) -> Any:
+def _normalise(part: Any, sources: Sources) -> Any:
     if not isinstance(part, Mapping):
         raise InputError(f"a part of a message has to be a mapping with a type, got {part!r}")
     kind = part.get("type")
-    if kind in _VIDEO_KEYS:
-        raise Unavailable("videos are not supported yet; pass single frames as images")
-    if kind == "image_url":  # the spelling of web interfaces
-        address = part["image_url"]
-        part = {"type": "image", "url": address["url"] if isinstance(address, Mapping) else address}
-    elif kind != "image":
-        return part
-    sources.append(_source(part))
+    if kind in ("image_url", "video_url"):  # the spelling of web interfaces
+        address = part[kind]
+        kind = kind.removesuffix("_url")
+        part = {"type": kind, "url": address["url"] if isinstance(address, Mapping) else address}
+    if kind == "image":
+        sources.images.append(_image_source(part))
+    elif kind == "video":
+        video = _first_of(part, "video", "url", "path")
+        sources.videos.append(Clip(video) if isinstance(video, (list, tuple)) else video)
     return part
 
 
-def _source(part: Mapping[str, Any]) -> Any:
-    if "base64" in part:
-        return decode_base64(part["base64"])
-    return next((part[key] for key in ("image", "url", "path") if part.get(key) is not None), None)
+def _image_source(part: Mapping[str, Any]) -> Any:
+    return decode_base64(part["base64"]) if "base64" in part else _first_of(part, "image", "url", "path")
+
+
+def _first_of(part: Mapping[str, Any], *keys: str) -> Any:
+    return next((part[key] for key in keys if part.get(key) is not None), None)

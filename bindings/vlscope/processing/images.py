@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from .text import check_return_tensors
 
 if TYPE_CHECKING:
     from PIL import Image
+    from typing_extensions import Self
 
 
 _BICUBIC = 3
@@ -56,23 +57,28 @@ class ImageSettings:
     image_std: tuple[float, ...] = _CLIP_STD
     resample: int = _BICUBIC
 
+    _noun = "image"
+    _type_key = "image_processor_type"
+    _type = "Qwen2VLImageProcessor"
+    _optional: ClassVar[tuple[str, ...]] = ()  # settings that a file can leave out by a null
+
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], where: str) -> ImageSettings:
+    def from_config(cls, config: Mapping[str, Any], where: str) -> Self:
         """The settings of a `preprocessor_config.json`; `where` names it in errors."""
-        kind = config.get("image_processor_type", "Qwen2VLImageProcessor")
-        if not kind.startswith("Qwen2VLImageProcessor"):
+        kind = config.get(cls._type_key, cls._type)
+        if not kind.startswith(cls._type):
             raise ConfigError(
-                f"{where}: image_processor_type {kind!r} is not supported; "
-                "the Qwen-VL families use 'Qwen2VLImageProcessor'"
+                f"{where}: {cls._type_key} {kind!r} is not supported; the Qwen-VL families use {cls._type!r}"
             )
         names = {field.name for field in dataclasses.fields(cls)} | {"size"}
         known = {name: value for name, value in config.items() if name in names}
         try:
-            return cls().replace(**known)
+            absent: dict[str, Any] = {name: None for name in cls._optional if config.get(name, ...) is None}
+            return dataclasses.replace(cls(), **absent).replace(**known)
         except InputError as error:
             raise ConfigError(f"{where}: {error}") from None
 
-    def replace(self, **changes: Any) -> ImageSettings:
+    def replace(self, **changes: Any) -> Self:
         """A copy with some settings changed; what is not named, or is None, keeps its value.
 
         `size` takes `shortest_edge` and `longest_edge`, alone or together; `min_pixels` and
@@ -82,30 +88,37 @@ class ImageSettings:
         names = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(changes) - names - {"size"}):
             raise TypeError(
-                f"unknown image setting {unknown[0]!r}; the settings are {', '.join(sorted(names | {'size'}))}"
+                f"unknown {self._noun} setting {unknown[0]!r}; the settings are {', '.join(sorted(names | {'size'}))}"
             )
         merged: dict[str, Any] = {} if changes.get("size") is None else _limits_of_size(changes["size"])
         for name, value in changes.items():
             if name != "size" and value is not None:
                 merged[name] = tuple(value) if isinstance(value, list) else value
         settings = dataclasses.replace(self, **merged)
-        settings.native().check()
+        settings.check()
         return settings
+
+    def check(self) -> None:
+        """Raise `InputError` where the settings make no sense or contradict each other."""
+        self.native().check()
 
     def native(self) -> _core.ImageOptions:
         """The same settings as the C++ side takes them."""
         if self.resample != _BICUBIC:
             raise InputError(f"resample {self.resample} is not supported, only {_BICUBIC} (bicubic)")
         options = _core.ImageOptions()
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "resample":
-                continue
-            try:
-                setattr(options, field.name, value)
-            except TypeError:
-                raise InputError(f"{field.name} has to be {field.type}, got {value!r}") from None
+        for field in dataclasses.fields(ImageSettings):
+            if field.name != "resample":
+                set_option(options, field, getattr(self, field.name))
         return options
+
+
+def set_option(options: Any, field: dataclasses.Field[Any], value: Any) -> None:
+    """Hand one setting to the C++ side."""
+    try:
+        setattr(options, field.name, value)
+    except TypeError:
+        raise InputError(f"{field.name} has to be {field.type}, got {value!r}") from None
 
 
 def _limits_of_size(size: Any) -> dict[str, int]:
@@ -161,7 +174,7 @@ def token_counts(pixels: Sequence[np.ndarray], settings: ImageSettings) -> list[
     area = (settings.patch_size * settings.merge_size) ** 2
     counts = []
     for index, image in enumerate(pixels):
-        with naming_image(index):
+        with naming("image", index):
             height, width = _core.processed_size(image.shape[0], image.shape[1], options)
         counts.append(height * width // area)
     return counts
@@ -189,21 +202,22 @@ def load_images(images: Sequence[Any]) -> list[np.ndarray]:
     """
     loaded = []
     for index, image in enumerate(images):
-        with naming_image(index):
-            loaded.append(_load(image))
+        with naming("image", index):
+            loaded.append(load_image(image))
     return loaded
 
 
 @contextlib.contextmanager
-def naming_image(index: int) -> Iterator[None]:
-    """Put the image's index before the message of an `InputError`."""
+def naming(noun: str, index: int) -> Iterator[None]:
+    """Put a noun and its index ("image 3") before the message of an `InputError`."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"image {index}: {error}") from error.__cause__
+        raise InputError(f"{noun} {index}: {error}") from error.__cause__
 
 
-def _load(image: Any) -> np.ndarray:
+def load_image(image: Any) -> np.ndarray:
+    """One image as uint8 RGB [height, width, 3]; see `load_images`."""
     if isinstance(image, torch.Tensor):
         return _from_array(image.detach().cpu().numpy())
     if isinstance(image, np.ndarray):

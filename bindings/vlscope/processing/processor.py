@@ -1,4 +1,4 @@
-"""The processor: prompts and images in, ids, masks, patches and grids out."""
+"""The processor: prompts, images and videos in, ids, masks, patches and grids out."""
 
 from __future__ import annotations
 
@@ -7,39 +7,60 @@ import dataclasses
 import inspect
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import CheckpointNotFound, ConfigError, InputError, Unavailable
-from .conversation import is_conversation, split_images, user_turn
+from ..errors import CheckpointNotFound, ConfigError, InputError
+from .conversation import Sources, is_conversation, split_media, user_turn
 from .images import ImageProcessor, ImageSettings, flatten_images, load_images, token_counts
 from .text import ChatTemplate, Encoding, Tokenizer, pad_rows, read_json
+from .videos import Video, VideoProcessor, VideoSettings, flatten_videos, frame_token_counts, is_video, load_videos
 
-_WRITTEN_PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
+_WRITTEN_PLACEHOLDER = "<|vision_start|><|{}_pad|><|vision_end|>"
 
 
 @dataclasses.dataclass
 class _Row:
-    """One prompt of a batch: its ids and the images that its placeholders stand for."""
+    """One prompt of a batch: its ids and what its placeholders stand for."""
 
     ids: list[int]
+    text: str | None = None  # None where the ids were given, with each placeholder repeated
     images: list[Any] = dataclasses.field(default_factory=list)
-    expanded: bool = False  # every placeholder is there as often as its image has tokens
+    videos: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
 class _Draft:
-    """A prompt before its images are known."""
+    """A prompt before its images and videos are known."""
 
     ids: list[int]
-    slots: int  # images that it expects from `images=`
+    images: int = 0  # how many it expects from `images=`
+    videos: int = 0
     text: str | None = None
-    sources: list[Any] = dataclasses.field(default_factory=list)  # of the images in messages
-    expanded: bool = False
+    sources: Sources | None = None  # of a conversation
+
+
+@dataclasses.dataclass
+class _Media:
+    """The loaded images and videos of a batch, and the tokens that they become."""
+
+    pixels: list[np.ndarray]
+    image_tokens: list[int]
+    clips: list[Video]
+    frame_tokens: list[int]  # for each video, of one temporal patch
+
+
+@dataclasses.dataclass
+class _Call:
+    """The settings of one call. Those of videos are made when there is a video."""
+
+    images: ImageSettings
+    videos: Callable[[], VideoSettings]
+    video_metadata: Any = None
 
 
 class Processor:
@@ -60,12 +81,14 @@ class Processor:
         self,
         tokenizer: Tokenizer | None,
         image_processor: ImageProcessor | None,
+        video_processor: VideoProcessor | None = None,
         chat_template: ChatTemplate | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """`config` is the model's config.json: the ids of the special tokens of a folder without a tokenizer."""
         self.tokenizer = tokenizer
         self.image_processor = image_processor
+        self.video_processor = video_processor
         self._template = chat_template
         config = config or {}
         self.image_token_id = self._special_id(self.image_token, config.get("image_token_id"))
@@ -75,7 +98,7 @@ class Processor:
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], **image_settings: Any) -> Processor:
-        """Read a checkpoint folder's tokenizer, chat template and image settings.
+        """Read a checkpoint folder's tokenizer, chat template, image and video settings.
 
         What the folder lacks is refused when it is first needed. `image_settings` (`min_pixels`,
         `max_pixels`, `size`, ...) win over the files, and are in turn overruled by those of a call.
@@ -89,6 +112,7 @@ class Processor:
         return cls(
             Tokenizer.from_folder(folder),
             None if settings is None else ImageProcessor(settings.replace(**image_settings)),
+            _read_video_processor(folder),
             ChatTemplate.from_folder(folder),
             read_json(folder / "config.json"),
         )
@@ -111,34 +135,38 @@ class Processor:
         return_tensors: str | None = None,
         return_mm_token_type_ids: bool = True,
         images_kwargs: Mapping[str, Any] | None = None,
-        **image_settings: Any,
+        videos_kwargs: Mapping[str, Any] | None = None,
+        **settings: Any,
     ) -> Encoding:
-        """Encode texts whose placeholders stand for the images, in order.
+        """Encode texts whose placeholders stand for the images and videos, in order.
 
-        `images` is one image, a flat list, or one list per text. `image_settings` (`min_pixels`,
-        `max_pixels`, `size`, `do_resize`, ...) hold for this call only. Raises `InputError` where
-        the images and the placeholders of a text differ in number, and where `truncation` would
-        cut an image.
+        `images` is one image, a flat list, or one list per text; `videos` likewise, each of them a
+        list of frames or an array (see `load_videos`). `settings` hold for this call only: those of
+        images (`min_pixels`, `max_pixels`, ...), those of videos (`fps`, `num_frames`,
+        `do_sample_frames`, `video_metadata`, ...), and those that both have (`size`, `do_resize`,
+        ...). Raises `InputError` where a text's placeholders and its images or videos differ in
+        number, and where `truncation` would cut one of them.
         """
-        _refuse_videos(videos)
-        settings = self._settings({**(images_kwargs or {}), **image_settings})
+        call = self._call(settings, images_kwargs, videos_kwargs)
         if text is None:
-            if images is None:
-                raise InputError("pass text=, images= or both")
-            return Encoding(self._processor_of_images().process(load_images(flatten_images(images)), settings))
+            if images is None and videos is None:
+                raise InputError("pass text=, images= or videos=")
+            flat = [] if images is None else flatten_images(images), [] if videos is None else flatten_videos(videos)
+            return Encoding(self._patches(self._media(*flat, call), call))
         texts = [text] if isinstance(text, str) else list(text)
         if not texts:
             raise InputError("the list of texts is empty")
         ids = [self._tokenizer().encode(item) for item in texts]
-        slots = [self._count(row, self.image_token_id) for row in ids]
+        pictures = _deal_images(images, [self._count(row, self.image_token_id) for row in ids])
+        clips = _deal_videos(videos, [self._count(row, self.video_token_id) for row in ids])
         rows = []
-        for index, (row, own) in enumerate(zip(ids, _deal(images, slots), strict=True)):
+        for index, row in enumerate(map(_Row, ids, texts, pictures, clips)):
             with _naming_prompt(index, len(ids)):
-                self._check_placeholders(row, own)
-            rows.append(_Row(row, own))
+                self._check_placeholders(row)
+            rows.append(row)
         return self._encode(
             rows,
-            settings,
+            call,
             padding=padding,
             max_length=max_length,
             truncation=truncation,
@@ -162,8 +190,8 @@ class Processor:
     ) -> Any:
         """The prompt of a conversation, or of each of several.
 
-        With `tokenize=True` the images in the messages are processed too, and the ids are
-        returned, or with `return_dict=True` the whole encoding. Keywords that `__call__` knows
+        With `tokenize=True` the images and videos in the messages are processed too, and the ids
+        are returned, or with `return_dict=True` the whole encoding. Keywords that `__call__` knows
         (`return_tensors`, `padding`, `min_pixels`, ...) go there, the others to the template,
         which has to know them.
         """
@@ -173,7 +201,7 @@ class Processor:
         if unknown := sorted(set(kwargs) - template.variables):
             raise TypeError(f"neither the processor nor the chat template knows {unknown[0]!r}")
         single = is_conversation(conversation)
-        split = [split_images(item) for item in ([conversation] if single else conversation)]
+        split = [split_media(item) for item in ([conversation] if single else conversation)]
         if not split:
             raise InputError("the conversation is empty")
         prompts = [
@@ -191,8 +219,11 @@ class Processor:
         ]
         if not tokenize:
             return prompts[0] if single else prompts
-        images = [[source for source in sources if source is not None] for _, sources in split]
-        encoding = self(text=prompts, images=images, **processing)
+        if processing.get("fps") is not None or processing.get("num_frames") is not None:
+            processing.setdefault("do_sample_frames", True)
+        images = [[source for source in sources.images if source is not None] for _, sources in split]
+        videos = [[source for source in sources.videos if source is not None] for _, sources in split]
+        encoding = self(text=prompts, images=images, videos=videos, **processing)
         return encoding if return_dict else encoding["input_ids"]
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str | list[str]:
@@ -210,33 +241,38 @@ class Processor:
         videos: Any = None,
         *,
         padding_side: str = "left",
-        **image_settings: Any,
+        **settings: Any,
     ) -> Encoding:
         """The encoding of whatever a trace accepts as its prompt, as tensors.
 
-        * A string with placeholders is tokenised as it stands; they have to match the images.
-        * A string without any, given with images, becomes one user turn of the chat template:
-          the images in order, the text, the generation prompt. Without images it is tokenised raw.
+        * A string with placeholders is tokenised as it stands; they have to match the images and
+          videos.
+        * A string without any, given with images or videos, becomes one user turn of the chat
+          template: the images in order, the videos in order, the text, the generation prompt.
+          Without either it is tokenised raw.
         * A conversation (a list of messages) is rendered by the chat template, with the generation
-          prompt unless the assistant spoke last. Its images are in the messages, or in `images`
-          for the parts `{"type": "image"}` that hold none.
+          prompt unless the assistant spoke last. Its images and videos are in the messages, or in
+          `images` and `videos` for the parts `{"type": "image"}` and `{"type": "video"}` that hold
+          none.
         * Token ids, a list or a tensor, are taken as they are, with the placeholders already
           repeated. An encoding is returned as it is.
-        * A list of these is a batch, padded on the left; `images` is then one list per prompt, or
-          a flat list that the placeholders divide.
+        * A list of these is a batch, padded on the left; `images` and `videos` are then one list
+          per prompt, or a flat list that the placeholders divide.
 
-        Raises `InputError`, before any pixel is resized, for an empty prompt and for placeholders
-        and images that differ in number, and `Unavailable` for videos.
+        `settings` are those of `__call__`. Raises `InputError`, before any pixel is resized, for an
+        empty prompt and for placeholders that differ in number from the images and videos.
         """
-        _refuse_videos(videos)
-        settings = self._settings(image_settings)
+        call = self._call(settings)
         if isinstance(prompt, Mapping):
-            return _check_encoding(prompt, images)
+            return _check_encoding(prompt, images, videos)
         prompts = _as_batch(prompt)
         if any(isinstance(item, Mapping) for item in prompts):
+            none = [0] * len(prompts)
             parts = [
-                self.encode_prompt(item, own or None, **image_settings)
-                for item, own in zip(prompts, _deal(images, [0] * len(prompts)), strict=True)
+                self.encode_prompt(item, pictures or None, clips or None, **settings)
+                for item, pictures, clips in zip(
+                    prompts, _deal_images(images, none), _deal_videos(videos, none), strict=True
+                )
             ]
             return self._join(parts, padding_side)
         drafts = []
@@ -244,54 +280,53 @@ class Processor:
             with _naming_prompt(index, len(prompts)):
                 drafts.append(self._draft(item))
         rows = []
-        dealt = _deal(images, [draft.slots for draft in drafts])
-        for index, (draft, own) in enumerate(zip(drafts, dealt, strict=True)):
+        pictures = _deal_images(images, [draft.images for draft in drafts])
+        clips = _deal_videos(videos, [draft.videos for draft in drafts])
+        for index, parts_of_row in enumerate(zip(drafts, pictures, clips, strict=True)):
             with _naming_prompt(index, len(prompts)):
-                rows.append(self._row(draft, own))
-        return self._encode(rows, settings, padding=True, padding_side=padding_side)
+                rows.append(self._row(*parts_of_row))
+        return self._encode(rows, call, padding=True, padding_side=padding_side)
 
     def _draft(self, prompt: Any) -> _Draft:
-        """Sort out what kind of prompt this is and how many images it asks for."""
+        """Sort out what kind of prompt this is and how many images and videos it asks for."""
         if isinstance(prompt, str):
             if not prompt:
                 raise InputError("the prompt is empty")
             ids = self._tokenizer().encode(prompt)
-            return _Draft(ids, self._count(ids, self.image_token_id), text=prompt)
+            return _Draft(
+                ids, self._count(ids, self.image_token_id), self._count(ids, self.video_token_id), text=prompt
+            )
         if is_conversation(prompt):
-            messages, sources = split_images(prompt)
-            ids = self._render(messages, messages[-1]["role"] != "assistant")
-            return _Draft(ids, sum(source is None for source in sources), sources=sources)
-        return _Draft(_token_ids(prompt), slots=0, expanded=True)
+            messages, sources = split_media(prompt)
+            text = self._render(messages, messages[-1]["role"] != "assistant")
+            ids = self._tokenizer().encode(text)
+            return _Draft(ids, _missing(sources.images), _missing(sources.videos), text, sources)
+        return _Draft(_token_ids(prompt))
 
-    def _row(self, draft: _Draft, images: list[Any]) -> _Row:
-        """Put images and ids together; the two have to match in number."""
-        if draft.expanded:
-            return _Row(draft.ids, images, expanded=True)
-        ids = draft.ids
-        if draft.text is not None and images and not draft.slots:
-            ids = self._render(user_turn(draft.text, len(images)), add_generation_prompt=True)
-        if draft.sources:
-            if len(images) != draft.slots:
-                raise InputError(
-                    f"the messages hold {draft.slots} image parts without an image, and "
-                    f"{len(images)} images were passed beside them"
-                )
-            given = iter(images)
-            images = [next(given) if source is None else source for source in draft.sources]
-        self._check_placeholders(ids, images)
-        return _Row(ids, images)
+    def _row(self, draft: _Draft, images: list[Any], videos: list[Any]) -> _Row:
+        """Put images, videos and ids together; they have to match in number."""
+        row = _Row(draft.ids, draft.text, images, videos)
+        if draft.text is None:
+            return row
+        if draft.sources is not None:
+            row.images = _filled(draft.sources.images, images, "image")
+            row.videos = _filled(draft.sources.videos, videos, "video")
+        elif (images or videos) and not draft.images and not draft.videos:
+            row.text = self._render(user_turn(draft.text, len(images), len(videos)), add_generation_prompt=True)
+            row.ids = self._tokenizer().encode(row.text)
+        self._check_placeholders(row)
+        return row
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> list[int]:
-        """The ids of a conversation."""
-        text = self._template_of(None).render(
+    def _render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The text of a conversation."""
+        return self._template_of(None).render(
             messages, **self._special_tokens(), add_generation_prompt=add_generation_prompt
         )
-        return self._tokenizer().encode(text)
 
     def _encode(
         self,
         rows: Sequence[_Row],
-        settings: ImageSettings,
+        call: _Call,
         *,
         padding: bool | str = False,
         max_length: int | None = None,
@@ -300,52 +335,85 @@ class Processor:
         return_tensors: str | None = "pt",
         return_mm_token_type_ids: bool = True,
     ) -> Encoding:
-        """Repeat the placeholders, pad, and cut the images into patches; checks come first."""
-        images = [image for row in rows for image in row.images]
-        processor = self._processor_of_images() if images else None
-        pixels = load_images(images)
-        counts = iter(token_counts(pixels, settings))
+        """Repeat the placeholders, pad, and cut images and frames into patches; checks come first."""
+        media = self._media(
+            [image for row in rows for image in row.images], [video for row in rows for video in row.videos], call
+        )
+        image_tokens = iter(media.image_tokens)
+        clips = iter(zip(media.clips, media.frame_tokens, strict=True))
         expanded = []
         for index, row in enumerate(rows):
+            own = {"image": [next(image_tokens) for _ in row.images]}
+            own_clips = [next(clips) for _ in row.videos]
+            own["video"] = [len(clip.times) * tokens for clip, tokens in own_clips]
             with _naming_prompt(index, len(rows)):
-                own = [next(counts) for _ in row.images]
-                ids = self._expand(row, own)
+                ids = self._expand(row, own, own_clips)
                 expanded.append(self._truncate(ids, own, max_length) if truncation else ids)
         encoding = self._pad(expanded, padding, max_length, padding_side, return_tensors)
         if return_mm_token_type_ids:
             encoding["mm_token_type_ids"] = self._token_types(encoding["input_ids"])
-        if processor is not None:
-            encoding.update(processor.process(pixels, settings))
+        encoding.update(self._patches(media, call))
         return encoding
 
-    def _expand(self, row: _Row, counts: Sequence[int]) -> list[int]:
-        """The row's ids with each placeholder repeated as often as its image has tokens."""
-        if row.expanded:
-            tokens, features = self._count(row.ids, self.image_token_id), sum(counts)
-            if tokens != features:
-                raise InputError(
-                    f"the ids hold {tokens} image tokens, and the images give {features} features; "
-                    "repeat each placeholder as often as its image has tokens, or pass text"
-                )
-            return row.ids
-        remaining = iter(counts)
-        ids: list[int] = []
-        for token in row.ids:
-            ids += [token] * (next(remaining) if token == self.image_token_id else 1)
-        return ids
+    def _media(self, images: Sequence[Any], videos: Sequence[Any], call: _Call) -> _Media:
+        """Open images and videos and find how many tokens each becomes."""
+        if images and self.image_processor is None:
+            raise InputError("images need a preprocessor_config.json, which this checkpoint lacks")
+        if videos and self.video_processor is None:
+            raise InputError("videos need a video_preprocessor_config.json, which this checkpoint lacks")
+        pixels = load_images(images)
+        if not videos:
+            return _Media(pixels, token_counts(pixels, call.images), [], [])
+        clips = load_videos(videos, call.video_metadata, call.videos())
+        return _Media(pixels, token_counts(pixels, call.images), clips, frame_token_counts(clips, call.videos()))
 
-    def _truncate(self, ids: list[int], counts: Sequence[int], max_length: int | None) -> list[int]:
-        """The first `max_length` ids; an image has to stay whole."""
+    def _patches(self, media: _Media, call: _Call) -> dict[str, torch.Tensor]:
+        """Patches and grids of the images and of the videos, of what there is."""
+        patches: dict[str, torch.Tensor] = {}
+        if media.pixels and self.image_processor:
+            patches |= self.image_processor.process(media.pixels, call.images)
+        if media.clips and self.video_processor:
+            patches |= self.video_processor.process(media.clips, call.videos())
+        return patches
+
+    def _expand(self, row: _Row, counts: Mapping[str, Sequence[int]], clips: Sequence[tuple[Video, int]]) -> list[int]:
+        """The row's ids with each placeholder repeated as often as its image or video has tokens."""
+        if row.text is None:
+            for noun, token in self._placeholder_ids().items():
+                tokens, features = self._count(row.ids, token), sum(counts[noun])
+                if tokens != features:
+                    raise InputError(
+                        f"the ids hold {tokens} {noun} tokens, and the {noun}s give {features} features; "
+                        f"repeat each placeholder as often as its {noun} has tokens, or pass text"
+                    )
+            return row.ids
+        ids = row.ids
+        if clips:  # the times are text, whose tokens depend on what stands beside them
+            head, *tails = row.text.split(self.video_token)
+            written = [self._written_frames(clip.times, tokens) for clip, tokens in clips]
+            pieces = [frames + tail for frames, tail in zip(written, tails, strict=True)]
+            ids = self._tokenizer().encode("".join([head, *pieces]))
+        repeats = iter(counts["image"])
+        return [same for token in ids for same in [token] * (next(repeats) if token == self.image_token_id else 1)]
+
+    def _written_frames(self, times: Sequence[float], tokens: int) -> str:
+        """What a video's placeholder becomes: each temporal patch behind its time."""
+        patch = self.vision_start_token + self.video_token * tokens + self.vision_end_token
+        return "".join(f"<{time:.1f} seconds>{patch}" for time in times)
+
+    def _truncate(self, ids: list[int], counts: Mapping[str, Sequence[int]], max_length: int | None) -> list[int]:
+        """The first `max_length` ids; an image or video has to stay whole."""
         if max_length is None:
             raise InputError("truncation=True needs max_length=")
-        kept = self._count(ids[:max_length], self.image_token_id)
-        for index, count in enumerate(counts):
-            if kept < count:
-                raise InputError(
-                    f"max_length {max_length} cuts image {index} of {len(counts)}: {kept} of its "
-                    f"{count} tokens would stay; use at least {len(ids)} or a smaller max_pixels"
-                )
-            kept -= count
+        for noun, token in self._placeholder_ids().items():
+            kept = self._count(ids[:max_length], token)
+            for index, count in enumerate(counts[noun]):
+                if kept < count:
+                    raise InputError(
+                        f"max_length {max_length} cuts {noun} {index} of {len(counts[noun])}: {kept} of its "
+                        f"{count} tokens would stay; use at least {len(ids)} or a smaller max_pixels"
+                    )
+                kept -= count
         return ids[:max_length]
 
     def _pad(
@@ -379,34 +447,39 @@ class Processor:
         ]
         joined = self._pad(rows, True, None, side, "pt")
         joined["mm_token_type_ids"] = self._token_types(joined["input_ids"])
-        for name in ("pixel_values", "image_grid_thw"):
+        for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
             if parts := [encoding[name] for encoding in encodings if name in encoding]:
                 joined[name] = torch.cat(parts)
         return joined
 
-    def _check_placeholders(self, ids: Sequence[int], images: Sequence[Any]) -> None:
-        placeholders = self._count(ids, self.image_token_id)
-        if placeholders != len(images):
-            advice = f"; write {_WRITTEN_PLACEHOLDER} where each image belongs" if not placeholders else ""
-            raise InputError(
-                f"the text holds {placeholders} image placeholders ({self.image_token}), and "
-                f"{len(images)} images were passed{advice}"
-            )
-        if videos := self._count(ids, self.video_token_id):
-            raise InputError(
-                f"the text holds {videos} video placeholders ({self.video_token}), and 0 videos were "
-                "passed; videos are not supported yet"
-            )
+    def _check_placeholders(self, row: _Row) -> None:
+        for noun, token_id in self._placeholder_ids().items():
+            placeholders = self._count(row.ids, token_id)
+            token, given = getattr(self, f"{noun}_token"), getattr(row, f"{noun}s")
+            if placeholders != len(given):
+                written = _WRITTEN_PLACEHOLDER.format(noun)
+                advice = f"; write {written} where each {noun} belongs" if not placeholders else ""
+                raise InputError(
+                    f"the text holds {placeholders} {noun} placeholders ({token}), and "
+                    f"{len(given)} {noun}s were passed{advice}"
+                )
 
-    def _settings(self, changes: Mapping[str, Any]) -> ImageSettings:
-        """The image settings of one call."""
+    def _placeholder_ids(self) -> dict[str, int | None]:
+        return {"image": self.image_token_id, "video": self.video_token_id}
+
+    def _call(
+        self,
+        settings: Mapping[str, Any],
+        images: Mapping[str, Any] | None = None,
+        videos: Mapping[str, Any] | None = None,
+    ) -> _Call:
+        """The settings of one call: those for both, and those for images and for videos alone."""
+        of_images = {name: value for name, value in settings.items() if name not in _VIDEO_KEYWORDS - _IMAGE_KEYWORDS}
+        of_videos = {name: value for name, value in settings.items() if name in _VIDEO_KEYWORDS} | dict(videos or {})
+        metadata = of_videos.pop("video_metadata", None)
         base = ImageSettings() if self.image_processor is None else self.image_processor.settings
-        return base.replace(**changes)
-
-    def _processor_of_images(self) -> ImageProcessor:
-        if self.image_processor is None:
-            raise InputError("images need a preprocessor_config.json, which this checkpoint lacks")
-        return self.image_processor
+        video_base = VideoSettings() if self.video_processor is None else self.video_processor.settings
+        return _Call(base.replace(**{**(images or {}), **of_images}), lambda: video_base.replace(**of_videos), metadata)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -422,7 +495,7 @@ class Processor:
         if self._template is None:
             raise InputError(
                 "this checkpoint has no chat template; write the prompt as a string, with "
-                f"{_WRITTEN_PLACEHOLDER} where each image belongs"
+                f"{_WRITTEN_PLACEHOLDER.format('image')} where each image belongs"
             )
         return self._template
 
@@ -438,17 +511,22 @@ class Processor:
         return 0 if token_id is None else ids.count(token_id)
 
     def __repr__(self) -> str:
-        return f"Processor({self.tokenizer}, {self.image_processor})"
+        return f"Processor({self.tokenizer}, {self.image_processor}, {self.video_processor})"
 
 
+_IMAGE_KEYWORDS = frozenset({field.name for field in dataclasses.fields(ImageSettings)} | {"size"})
+# A flat min_pixels is for images, as it is for transformers: for videos, the limits are in `videos_kwargs`.
+_VIDEO_KEYWORDS = frozenset(
+    {field.name for field in dataclasses.fields(VideoSettings)} | {"size", "video_metadata"}
+) - {"min_pixels", "max_pixels"}
 _CALL_KEYWORDS = frozenset(
     {
         name
         for name, parameter in inspect.signature(Processor.__call__).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
-    | {field.name for field in dataclasses.fields(ImageSettings)}
-    | {"size"}
+    | _IMAGE_KEYWORDS
+    | _VIDEO_KEYWORDS
 )
 
 
@@ -462,9 +540,32 @@ def _read_image_settings(folder: Path) -> ImageSettings | None:
     return None if config is None else ImageSettings.from_config(config, str(path))
 
 
-def _refuse_videos(videos: Any) -> None:
-    if videos is not None:
-        raise Unavailable("videos are not supported yet; pass single frames as images")
+def _read_video_processor(folder: Path) -> VideoProcessor | None:
+    """The video part of processor_config.json, else video_preprocessor_config.json, else the file of images."""
+    path = folder / "processor_config.json"
+    config = (read_json(path) or {}).get("video_processor")
+    for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        if config is None:
+            path = folder / name
+            config = read_json(path)
+    return None if config is None else VideoProcessor(VideoSettings.from_config(config, str(path)))
+
+
+def _missing(sources: Sequence[Any]) -> int:
+    return sum(source is None for source in sources)
+
+
+def _filled(sources: Sequence[Any], given: Sequence[Any], noun: str) -> list[Any]:
+    """The sources of a conversation with those that it lacks taken from beside it."""
+    missing = _missing(sources)
+    if sources and len(given) != missing:
+        article = "an" if noun == "image" else "a"
+        raise InputError(
+            f"the messages hold {missing} {noun} parts without {article} {noun}, and "
+            f"{len(given)} {noun}s were passed beside them"
+        )
+    rest = iter(given)
+    return [next(rest) if source is None else source for source in sources] if sources else list(given)
 
 
 @contextlib.contextmanager
@@ -478,24 +579,37 @@ def _naming_prompt(index: int, total: int) -> Iterator[None]:
         raise InputError(f"prompt {index}: {error}") from error.__cause__
 
 
-def _deal(images: Any, slots: Sequence[int]) -> list[list[Any]]:
+def _deal_images(images: Any, slots: Sequence[int]) -> list[list[Any]]:
     """The images of each prompt; `slots` says how many each asks for, to divide a flat list."""
-    if images is None:
+    nested = isinstance(images, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in images)
+    return _deal("image", images, slots, nested)
+
+
+def _deal_videos(videos: Any, slots: Sequence[int]) -> list[list[Any]]:
+    """The same of videos."""
+    nested = isinstance(videos, (list, tuple)) and not is_video(videos)
+    nested = nested and any(isinstance(item, (list, tuple)) and not is_video(item) for item in videos)
+    return _deal("video", videos, slots, nested)
+
+
+def _deal(noun: str, items: Any, slots: Sequence[int], nested: bool) -> list[list[Any]]:
+    flatten = flatten_images if noun == "image" else flatten_videos
+    if items is None:
         return [[] for _ in slots]
-    if isinstance(images, (list, tuple)) and any(isinstance(item, (list, tuple)) for item in images):
-        if len(images) != len(slots):
-            raise InputError(f"{len(images)} lists of images were passed for {len(slots)} prompts")
-        return [[] if own is None else flatten_images(own) for own in images]
-    if isinstance(images, (list, tuple)) and any(item is None for item in images):
-        missing = next(index for index, item in enumerate(images) if item is None)
-        raise InputError(f"image {missing} is None, of {len(images)} passed; was its file read?")
-    flat = flatten_images(images)
+    if nested:
+        if len(items) != len(slots):
+            raise InputError(f"{len(items)} lists of {noun}s were passed for {len(slots)} prompts")
+        return [[] if own is None else flatten(own) for own in items]
+    if isinstance(items, (list, tuple)) and any(item is None for item in items):
+        missing = next(index for index, item in enumerate(items) if item is None)
+        raise InputError(f"{noun} {missing} is None, of {len(items)} passed; was its file read?")
+    flat = flatten(items)
     if len(slots) == 1:
         return [flat]
     if sum(slots) != len(flat):
         raise InputError(
-            f"the {len(slots)} prompts hold {sum(slots)} image placeholders, and {len(flat)} images "
-            "were passed; pass one list of images per prompt, images=[[...], [...]]"
+            f"the {len(slots)} prompts hold {sum(slots)} {noun} placeholders, and {len(flat)} {noun}s "
+            f"were passed; pass one list of {noun}s per prompt, {noun}s=[[...], [...]]"
         )
     rest = iter(flat)
     return [[next(rest) for _ in range(count)] for count in slots]
@@ -534,12 +648,13 @@ def _token_ids(prompt: Any) -> list[int]:
         raise InputError(f"token ids have to be integers, got {ids!r}") from None
 
 
-def _check_encoding(encoding: Mapping[str, Any], images: Any) -> Encoding:
+def _check_encoding(encoding: Mapping[str, Any], images: Any, videos: Any) -> Encoding:
     """An encoding made earlier, as it is."""
     if not isinstance(encoding.get("input_ids"), torch.Tensor):
         raise InputError("an encoding needs input_ids as a tensor; make it with return_tensors='pt'")
-    if images is not None:
-        raise InputError("the encoding has its images already; pass them to the processor instead")
+    if images is not None or videos is not None:
+        noun = "videos" if images is None else "images"
+        raise InputError(f"the encoding has its {noun} already; pass them to the processor instead")
     return Encoding(encoding)
 
 

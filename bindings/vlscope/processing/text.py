@@ -32,7 +32,7 @@ class Encoding(dict[str, Any]):
 
     `input_ids`, `attention_mask` and `mm_token_type_ids` (0 text, 1 image, 2 video) are
     [batch, tokens]; `pixel_values` is [patches, ...] and `image_grid_thw` [images, 3] where there
-    are images.
+    are images, `pixel_values_videos` and `video_grid_thw` the same of videos.
     """
 
     def __getattr__(self, name: str) -> Any:
