@@ -183,25 +183,23 @@ def prompt_rows(model: Any, encoding: Mapping[str, torch.Tensor]) -> list[Prompt
     """The prompts of an encoding and the images of each; see `model.prompt_rows`."""
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
     grids = encoding.get("image_grid_thw")
-    images = iter(()) if grids is None else _images(model, ids, grids)
+    images = [] if grids is None else list(_images(model, ids, grids))
     found: list[PromptRows] = []
-    image = next(images, None)
-    features = patches = 0
-    for index, row in enumerate(ids):
-        own = []
-        while image is not None and image.prompt == index:
-            own.append(image)
-            image = next(images, None)
-        ends = (own[-1].rows.stop, own[-1].patches.stop) if own else (features, patches)
-        tokens = _unpadded(row if mask is None else mask[index], mask is not None)
-        found.append(PromptRows(index, tokens, tuple(own), slice(features, ends[0]), slice(patches, ends[1])))
-        features, patches = ends
+    feature = patch = 0
+    for index in range(len(ids)):
+        own = tuple(image for image in images if image.prompt == index)
+        ends = (own[-1].rows.stop, own[-1].patches.stop) if own else (feature, patch)
+        tokens = slice(0, ids.shape[1]) if mask is None else _unmasked(mask[index], index)
+        found.append(PromptRows(index, tokens, own, slice(feature, ends[0]), slice(patch, ends[1])))
+        feature, patch = ends
     return found
 
 
-def _unpadded(row: torch.Tensor, masked: bool) -> slice:
-    """From the first unmasked position to the last."""
-    kept = row.nonzero().flatten().tolist() if masked else range(len(row))
+def _unmasked(mask: torch.Tensor, index: int) -> slice:
+    """From the first position that is no padding to the last."""
+    kept = mask.nonzero().flatten().tolist()
+    if not kept:
+        raise InputError(f"attention_mask is 0 on all {len(mask)} positions of row {index}: the prompt is empty")
     return slice(kept[0], kept[-1] + 1)
 
 
@@ -209,13 +207,23 @@ def _images(model: Any, ids: torch.Tensor, grids: torch.Tensor) -> Iterator[Imag
     """The images of an input in order: each takes the next placeholders, row after row."""
     merge, patch_size = model.vision.spatial_merge_size, model.vision.patch_size
     prompts, positions = (ids == model.config["image_token_id"]).nonzero(as_tuple=True)
+    wanted = int(grids.prod(-1).sum()) // merge**2
+    if len(prompts) != wanted:
+        raise InputError(f"input_ids holds {len(prompts)} image tokens, and the {len(grids)} images give {wanted}")
     row = patch = 0
     for image, (t, h, w) in enumerate(grids.tolist()):
-        tokens = slice(row, row + t * h * w // merge**2)
-        patches = slice(patch, patch + t * h * w)
-        place = (int(prompts[row]), image, (t, h, w))
-        yield ImageTokens(*place, merge, patch_size, positions[tokens], tokens, patches)
-        row, patch = tokens.stop, patches.stop
+        rows, patches = slice(row, row + t * h * w // merge**2), slice(patch, patch + t * h * w)
+        yield ImageTokens(
+            prompt=int(prompts[row]),
+            image=image,
+            grid=(t, h, w),
+            merge=merge,
+            patch_size=patch_size,
+            positions=positions[rows],
+            rows=rows,
+            patches=patches,
+        )
+        row, patch = rows.stop, patches.stop
 
 
 def _within(index: Index, count: int, name: str) -> Index:
