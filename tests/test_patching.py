@@ -434,3 +434,5 @@ def test_a_path_from_the_tower_to_the_text_is_followed(model):
 def test_a_path_backwards_is_refused_naming_both_ends(model):
     with pytest.raises(vlscope.InputError, match=r"layers.1.layer_output comes before layers.2.layer_output"):
         patching.path(model, FRANCE, ITALY, "layers.2.layer_output", "layers.1.layer_output", metric=probe)
+    with pytest.raises(vlscope.InputError, match="2 sites"):
+        patching.path(model, FRANCE, ITALY, "layers.:2.layer_output", "logits", metric=probe)

@@ -100,7 +100,7 @@ def encoded(model: StandardizedTransformer, prompt: Prompt) -> dict[str, Any]:
     """The arguments of a trace of one prompt, its images processed."""
     given = isinstance(prompt, Mapping) and "input_ids" not in prompt
     run = model.encode(**prompt) if given else model.encode(prompt)
-    count = len(torch.as_tensor(run["input_ids"]))
+    count = len(run["input_ids"])
     if count != 1:
         raise InputError(f"a batch of {count} prompts was given; these helpers take one prompt at a time")
     return run

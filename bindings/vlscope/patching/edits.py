@@ -53,9 +53,9 @@ def knockout(
     heads: Selection = None,
 ) -> None:
     """Attention knockout in an open trace: the probabilities from `queries` to `keys` are set to zero
-    in some blocks and heads, and the rows that lose something are divided by their sums. That is the same as
-    setting the scores to minus infinity (Geva et al. 2023, arXiv:2304.14767, section 5). A row that
-    has no other key is left at zero: its heads then give nothing.
+    in some blocks and heads, and the rows that lose something are divided by their sums. That is the
+    same as setting the scores to minus infinity (Geva et al. 2023, arXiv:2304.14767, section 5). A row
+    that has no other key is left at zero: its heads then give nothing.
 
     Args:
         root: the tracer, or the model for the innermost trace.

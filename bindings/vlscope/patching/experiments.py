@@ -208,8 +208,10 @@ def path(
     """
     source, target = encoded(model, clean), encoded(model, corrupted)
     _check_alignment(source, target)
-    (sender,) = expand(model, sender)
-    targets = expand(model, receivers)
+    senders, targets = expand(model, sender), expand(model, receivers)
+    if len(senders) != 1:
+        raise InputError(f"{sender!r} stands for {len(senders)} sites; a path has one sender")
+    sender = senders[0]
     if model.order(targets[0]) < model.order(sender):
         raise InputError(f"{targets[0]} comes before {sender} in the forward: no path leads there")
     held = _between(model, target, sender, targets[-1], freeze)
@@ -256,7 +258,7 @@ class _Plan:
 
 def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Replacement, plan: _Plan) -> Cells:
     """The metric of `run` with one site and position replaced at a time."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     where, shape = _layout(model, run, plan.sites, plan.axis)
     axis, length = dims(model, plan.sites[0])[where], shape[where]
@@ -266,9 +268,9 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     ]
     corrupted = plan.measure.run(model, run)
     values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
-    total = values.numel()
     arguments = plan.measure.arguments(run)
-    with torch.no_grad(), tqdm(total=total, disable=None if plan.progress else True, leave=False) as bar:
+    quiet = None if plan.progress else True  # None: shown on a terminal
+    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
         for row, site in enumerate(plan.sites):
             for column, indices in enumerate(columns):
                 with model.trace(**arguments) as tracer:
@@ -279,7 +281,7 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
 
 
 def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    lengths = [torch.as_tensor(run["input_ids"]).shape[1] for run in (clean, corrupted)]
+    lengths = [run["input_ids"].shape[1] for run in (clean, corrupted)]
     if lengths[0] != lengths[1]:
         raise InputError(
             f"the clean prompt has {lengths[0]} tokens and the corrupted one {lengths[1]}: positions stand for each "
@@ -354,7 +356,7 @@ def _labels(
     """What stands at the rows and columns of `Cells`."""
     tokens = [", ".join(map(str, column)) for column in columns]
     if axis in ("seq", "query") and model.tokenizer is not None:
-        ids = torch.as_tensor(run["input_ids"])[0].tolist()
+        ids = run["input_ids"][0].tolist()
         texts = [[ids[k] for k in column] for column in columns]
         tokens = [model.tokenizer.decode(text, skip_special_tokens=False) for text in texts]
     blocks = [_BLOCK.search(site) for site in sites]
