@@ -130,7 +130,7 @@ def frames(request):
     count = grid[0] * grid[1] * grid[2]
     tokens = count // merge**2
     rows, patches = slice(5, 5 + tokens), slice(20, 20 + count)
-    return ImageTokens(0, 0, grid, merge, 10, torch.arange(tokens) + 7, rows, patches)
+    return ImageTokens("video", 0, 0, grid, merge, 10, torch.arange(tokens) + 7, rows, rows, patches)
 
 
 def test_places_and_indices_are_each_others_inverse(frames):
@@ -165,7 +165,7 @@ def test_what_is_not_there_is_refused_with_the_number_there_is(frames):
         with pytest.raises(vlscope.InputError, match="there are"):
             wrong()
     for patch in (frames.patches.start - 1, frames.patches.stop, torch.tensor([0])):
-        with pytest.raises(vlscope.InputError, match="not of image"):
+        with pytest.raises(vlscope.InputError, match="not of video 0"):
             frames.token_of(patch)
 
 
@@ -286,3 +286,66 @@ def test_grids_and_placeholders_that_do_not_match_are_refused(model):
         model.image_tokens(short)
     with pytest.raises(vlscope.InputError, match="mask"):
         model.prompt_rows(input_ids=[[5, 6]], attention_mask=[[0, 0]])
+
+
+# --- images and videos in one batch -----------------------------------------------------------------------------
+
+
+def values_of(model, encoding, patterns):
+    """The values of sites in one trace of a whole batch."""
+    with model.trace(**encoding) as tracer:
+        return {name: vlscope.sites.read(tracer, name).save() for name in vlscope.sites.expand(model, patterns)}
+
+
+@pytest.fixture(scope="module", params=["dense", "one_kv_head"])
+def moving(request, vlscope_model, inputs):
+    """A padded batch of images and videos: the model, the tensors, its rows, and its values."""
+    model, encoding = vlscope_model(request.param), inputs(request.param, "images_and_videos")
+    names = [*STREAM, *FEATURES, *TOWER, "vision.video_features", "vision.deepstack_merger_list.0.output"]
+    return model, encoding, model.prompt_rows(**encoding), values_of(model, encoding, names)
+
+
+def single(encoding, row):
+    """The tensors of one prompt of the batch."""
+    first = len(encoding["pixel_values"])
+    own = {"input_ids": encoding["input_ids"][row.index : row.index + 1, row.tokens]}
+    for name, items in (("image", row.images), ("video", row.videos)):
+        if items:
+            pixels = "pixel_values" if name == "image" else "pixel_values_videos"
+            start = 0 if name == "image" else first
+            parts = [encoding[pixels][item.patches.start - start : item.patches.stop - start] for item in items]
+            own |= {pixels: torch.cat(parts), f"{name}_grid_thw": torch.tensor([item.grid for item in items])}
+    return own
+
+
+def test_images_and_videos_are_found_among_tokens_features_and_patches(moving):
+    model, encoding, rows, values = moving
+    items = [item for row in rows for item in (*row.images, *row.videos)]
+    assert {item.kind for item in items} == {"image", "video"} and max(item.grid[0] for item in items) == 3
+    taps = values["vision.deepstack_merger_list.0.output"]
+    for item in items:
+        features = values[f"vision.{item.kind}_features"][item.rows]
+        assert torch.equal(values["layers.0.layer_input"][item.prompt, item.positions], features)
+        folded = taps[item.patches.start // 4 : item.patches.stop // 4]
+        assert torch.equal(values["layers.0.deepstack_output"][item.deepstack], folded)
+        first, last = (encoding["input_ids"][item.prompt, k] for k in (item.span.start, item.span.stop - 1))
+        assert first == last == model.config[f"{item.kind}_token_id"]
+    assert len(model.image_tokens(**encoding)) + len(model.video_tokens(**encoding)) == len(items)
+    assert sorted(p for item in items for p in item.patch_map.flatten().tolist()) == list(range(len(taps) * 4))
+
+
+def test_each_row_of_a_batch_with_videos_equals_its_single_run(moving):
+    model, encoding, rows, values = moving
+    for row in rows:
+        own = single(encoding, row)
+        reached = model.scan(**own)
+        names = vlscope.sites.expand(model, [*STREAM, *FEATURES, *TOWER])
+        alone = values_of(model, own, [name for name in names if name in reached])
+        (inner,) = model.prompt_rows(**own)
+        for name in vlscope.sites.expand(model, STREAM):
+            close(values[name][row.index, row.tokens], alone[name][0])
+        for name in alone.keys() & set(vlscope.sites.expand(model, "layers.*.deepstack_output")):
+            close(values[name][row.deepstack], alone[name])
+        for here, there in zip((*row.images, *row.videos), (*inner.images, *inner.videos), strict=True):
+            for name in vlscope.sites.expand(model, TOWER):
+                close(values[name][:, here.patches], alone[name][:, there.patches])

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..trace import Tracer
 
 #: Axes along which a value has one row for each token or patch.
-POSITION_AXES = ("seq", "query", "patches", "image_tokens")
+POSITION_AXES = ("seq", "query", "patches", "image_tokens", "video_tokens")
 
 Selection = Any  # an index, a slice, a sequence of indices, a boolean mask, or None for all
 Replacement = Mapping[str, torch.Tensor] | Callable[[torch.Tensor, str], torch.Tensor]
