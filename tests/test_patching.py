@@ -154,6 +154,18 @@ def test_a_sweep_shows_no_bar_where_stderr_is_no_terminal(model, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_value_of_several_tensors_is_refused(model):
+    red, site = with_image("red"), "vision.layers.*.self_attn.image_attention_probabilities"
+    for run in (
+        lambda: patching.sweep(model, red, red, site, metric=PAIR),
+        lambda: patching.attribution(model, red, red, site, metric=PAIR),
+        lambda: patching.mean(model, [red], site),
+        lambda: logits_with(model, red, lambda tracer: patching.replace(tracer, site, patching.zero)),
+    ):
+        with pytest.raises(vlscope.InputError, match="not one tensor"):
+            run()
+
+
 # --- ablations --------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 from ..errors import InputError
 from ..sites import dims, expand, expand_below, read
 from ..trace import save
-from .edits import Replacement, axis_of, fitting
+from .edits import Replacement, axis_of, fitting, one_tensor
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
@@ -65,6 +65,7 @@ def mean(
     counts = dict.fromkeys(names, 0)
     for prompt in _several(prompts):
         for name, value in collect(model, prompt, names).items():
+            value = one_tensor(value, name)
             where = axis_of(dims(model, name), None, name)
             total = value.double() if per_position else value.double().sum(where, keepdim=True)
             if name in sums:

@@ -37,7 +37,7 @@ def replace(root: StandardizedTransformer | Tracer, site: str, by: Replacement, 
     """
     model = _model_of(root)
     for name in expand(model, site):
-        value = read(root, name)
+        value = one_tensor(read(root, name), name)
         new = fitting(by(value, name) if callable(by) else by[name], value, name)
         if at:
             new = torch.where(_chosen(dims(model, name), value, at, name), new, value)
@@ -82,6 +82,13 @@ def windows(model: StandardizedTransformer, size: int) -> list[range]:
 
 def _model_of(root: Any) -> StandardizedTransformer:
     return root._model  # a model is the root of its own tree, a tracer has one
+
+
+def one_tensor(value: Any, site: str) -> torch.Tensor:
+    """`value`, refused if it is several tensors, as the patterns of each image are."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{site} is not one tensor but {type(value).__name__}: read and edit its parts in a trace")
+    return value
 
 
 def axis_of(axes: Sequence[str], name: str | None, site: str) -> int:

@@ -12,7 +12,7 @@ import torch
 from ..errors import InputError, NotReachedError
 from ..sites import dims, expand, expand_below, read, write
 from .donors import Prompt, collect, encoded
-from .edits import Replacement, Selection, axis_of, fitting, replace, selected
+from .edits import Replacement, Selection, axis_of, fitting, one_tensor, replace, selected
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
@@ -340,7 +340,7 @@ def _layout(
     for site in sites:
         if site not in shapes:
             raise NotReachedError(f"the forward of this prompt does not come by {site}")
-        length, other = shapes[sites[0]].shape[where], shapes[site].shape
+        other, length = one_tensor(shapes[site], site).shape, shapes[sites[0]].shape[where]
         if where >= len(other) or other[where] != length or dims(model, site)[where] != dims(model, sites[0])[where]:
             raise InputError(f"{sites[0]} and {site} differ in their axes: sweep them one after the other")
     return where, shapes[sites[0]].shape
