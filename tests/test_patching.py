@@ -448,3 +448,23 @@ def test_a_path_backwards_is_refused_naming_both_ends(model):
         patching.path(model, FRANCE, ITALY, "layers.2.layer_output", "layers.1.layer_output", metric=probe)
     with pytest.raises(vlscope.InputError, match="2 sites"):
         patching.path(model, FRANCE, ITALY, "layers.:2.layer_output", "logits", metric=probe)
+
+
+# --- generation -------------------------------------------------------------------------------------------------
+
+
+def test_edits_of_an_open_trace_work_in_the_steps_of_a_generation(model):
+    """A knockout of one key in every step equals the assignment to the pattern by hand."""
+
+    def by_hand():
+        for layer in model.layers:
+            pattern = layer.self_attn.attention_probabilities
+            pattern[..., -1, 3] = 0
+            pattern[..., -1, :] /= pattern[..., -1, :].sum(-1, keepdim=True)
+
+    found = []
+    for edit in (lambda: patching.knockout(model, queries=-1, keys=3), by_hand):
+        with model.generate("The day after Monday is", max_new_tokens=3) as tracer:
+            found.append([(edit(), model.logits.clone())[1] for step in tracer.iter[:]])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
