@@ -121,6 +121,12 @@ def test_image_sites_are_swept_by_row(model):
         assert tower.values[1, 0] == probe(model.logits).item()
 
 
+def test_recordings_are_taken_for_the_prompts_they_were_made_of(model):
+    clean, corrupted = model.record(FRANCE), model.record(ITALY)
+    got = patching.sweep(model, clean, corrupted, "mlp.mlp_output", metric=probe)
+    assert torch.equal(got.values, patching.sweep(model, FRANCE, ITALY, "mlp.mlp_output", metric=probe).values)
+
+
 def test_prompts_that_do_not_align_are_refused_with_both_numbers(model):
     for run in (patching.sweep, patching.attribution):
         with pytest.raises(vlscope.InputError, match="5 tokens.* 6"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
+from ..recording import Recording
 from ..sites import dims, expand, expand_below, read
 from ..trace import save
 from .edits import Replacement, axis_of, fitting, one_tensor
@@ -99,6 +100,8 @@ def _several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 def encoded(model: StandardizedTransformer, prompt: Prompt) -> dict[str, Any]:
     """The arguments of a trace of one prompt, its images processed."""
+    if isinstance(prompt, Recording):
+        prompt = prompt.inputs
     given = isinstance(prompt, Mapping) and "input_ids" not in prompt
     run = model.encode(**prompt) if given else model.encode(prompt)
     count = len(run["input_ids"])

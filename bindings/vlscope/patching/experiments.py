@@ -80,7 +80,8 @@ def sweep(
 ) -> Cells:
     """Activation patching: the corrupted prompt is run once for each site and position, with the
     clean run's value in place of its own there (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022,
-    arXiv:2202.05262; conventions of Heimersheim and Nanda 2024, arXiv:2404.15255).
+    arXiv:2202.05262; conventions of Heimersheim and Nanda 2024, arXiv:2404.15255). The corrupted run is
+    recorded (`model.record`), so that each cell computes from the block on that it changes.
 
     Args:
         site: a value below the block, such as "self_attn.attention_output", in all blocks or in
@@ -152,7 +153,7 @@ def attribution(
     sites = expand_below(model, site, layers)
     where, shape = _layout(model, target, sites, axis)
     values = collect(model, source, sites)
-    with torch.enable_grad(), model.trace(**measure.arguments(target)) as tracer:
+    with torch.enable_grad(), model.trace(**target, **measure.needs) as tracer:
         served = []
         for name in sites:
             value = read(tracer, name)
@@ -218,14 +219,14 @@ def path(
     donor, base = collect(model, source, sender), collect(model, target, held)
     noted: dict[str, torch.Tensor] = {}
     measure = _metric(model, metric)
-    with torch.no_grad(), model.trace(**measure.arguments(target)) as tracer:
+    with torch.no_grad(), model.trace(**target, **measure.needs) as tracer:
         replace(tracer, sender, donor, **(sender_at or {}))
         for site in expand(model, [*targets, *held]):
             if site in targets:
                 noted[site] = read(tracer, site).clone()
             if site in held:
                 write(tracer, site, base[site])
-    with torch.no_grad(), model.trace(**measure.arguments(target)) as tracer:
+    with torch.no_grad(), model.trace(**target, **measure.needs) as tracer:
         for site in targets:
             replace(tracer, site, noted, **(receiver_at or {}))
         return measure.of(tracer.logits).item()
@@ -268,12 +269,12 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     ]
     corrupted = plan.measure.run(model, run)
     values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
-    arguments = plan.measure.arguments(run)
+    recorded = model.record(**run)
     quiet = None if plan.progress else True  # None: shown on a terminal
     with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
         for row, site in enumerate(plan.sites):
             for column, indices in enumerate(columns):
-                with model.trace(**arguments) as tracer:
+                with model.trace(recorded, **plan.measure.needs) as tracer:
                     replace(tracer, site, by, **{axis: indices})
                     values[row, column] = plan.measure.of(tracer.logits)
                 bar.update()
@@ -290,15 +291,11 @@ def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> 
 
 
 class _Measure:
-    """A metric, and what it needs of the trace that it measures."""
+    """A metric, and the arguments (`needs`) of a trace that it measures."""
 
     def __init__(self, function: Callable[[torch.Tensor], Any], needs: Mapping[str, Any]) -> None:
         self._function = function
-        self._needs = needs
-
-    def arguments(self, run: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the trace of a run that is to be measured."""
-        return {**run, **self._needs}
+        self.needs = needs
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
         """The metric, a tensor of one element."""
@@ -309,7 +306,7 @@ class _Measure:
 
     def run(self, model: StandardizedTransformer, run: Mapping[str, Any]) -> float:
         """The metric of a plain run."""
-        with torch.no_grad(), model.trace(**self.arguments(run)) as tracer:
+        with torch.no_grad(), model.trace(**run, **self.needs) as tracer:
             return self.of(tracer.logits).item()
 
 
