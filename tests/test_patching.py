@@ -121,6 +121,12 @@ def test_image_sites_are_swept_by_row(model):
         assert tower.values[1, 0] == probe(model.logits).item()
 
 
+def test_recordings_are_taken_for_the_prompts_they_were_made_of(model):
+    clean, corrupted = model.record(FRANCE), model.record(ITALY)
+    got = patching.sweep(model, clean, corrupted, "mlp.mlp_output", metric=probe)
+    assert torch.equal(got.values, patching.sweep(model, FRANCE, ITALY, "mlp.mlp_output", metric=probe).values)
+
+
 def test_prompts_that_do_not_align_are_refused_with_both_numbers(model):
     for run in (patching.sweep, patching.attribution):
         with pytest.raises(vlscope.InputError, match="5 tokens.* 6"):
@@ -152,6 +158,18 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(model):
 def test_a_sweep_shows_no_bar_where_stderr_is_no_terminal(model, capsys):
     patching.sweep(model, FRANCE, ITALY, layers=0, metric=PAIR)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_value_of_several_tensors_is_refused(model):
+    red, site = with_image("red"), "vision.layers.*.self_attn.image_attention_probabilities"
+    for run in (
+        lambda: patching.sweep(model, red, red, site, metric=PAIR),
+        lambda: patching.attribution(model, red, red, site, metric=PAIR),
+        lambda: patching.mean(model, [red], site),
+        lambda: logits_with(model, red, lambda tracer: patching.replace(tracer, site, patching.zero)),
+    ):
+        with pytest.raises(vlscope.InputError, match="not one tensor"):
+            run()
 
 
 # --- ablations --------------------------------------------------------------------------------------------------
@@ -434,3 +452,25 @@ def test_a_path_from_the_tower_to_the_text_is_followed(model):
 def test_a_path_backwards_is_refused_naming_both_ends(model):
     with pytest.raises(vlscope.InputError, match=r"layers.1.layer_output comes before layers.2.layer_output"):
         patching.path(model, FRANCE, ITALY, "layers.2.layer_output", "layers.1.layer_output", metric=probe)
+    with pytest.raises(vlscope.InputError, match="2 sites"):
+        patching.path(model, FRANCE, ITALY, "layers.:2.layer_output", "logits", metric=probe)
+
+
+# --- generation -------------------------------------------------------------------------------------------------
+
+
+def test_edits_of_an_open_trace_work_in_the_steps_of_a_generation(model):
+    """A knockout of one key in every step equals the assignment to the pattern by hand."""
+
+    def by_hand():
+        for layer in model.layers:
+            pattern = layer.self_attn.attention_probabilities
+            pattern[..., -1, 3] = 0
+            pattern[..., -1, :] /= pattern[..., -1, :].sum(-1, keepdim=True)
+
+    found = []
+    for edit in (lambda: patching.knockout(model, queries=-1, keys=3), by_hand):
+        with model.generate("The day after Monday is", max_new_tokens=3) as tracer:
+            found.append([(edit(), model.logits.clone())[1] for step in tracer.iter[:]])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)

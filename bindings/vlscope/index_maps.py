@@ -1,11 +1,12 @@
 """Where an image lies: its pixels, its patches in the vision stream, its tokens in the prompt.
 
-The processor cuts an image into a grid of patches, and lays the patches of all images of an input in
-one row, the *vision stream*. Inside an image they come in merge-block order: the blocks of
-`spatial_merge_size` x `spatial_merge_size` neighbours in raster order, the patches of a block one
-after the other. The merger makes one image token of each block, so token `k` of an image is made of
-its patches `4 k` to `4 k + 3` (at a merge size of 2), and the tokens are in raster order. Further
-frames (t > 1) follow in the same way. This is the order of transformers' Qwen2-VL image processor.
+The processor cuts an image into a grid of patches, and lays the patches of all images of an input, and
+after them those of all frames of its videos, in one row, the *vision stream*. Inside an image they
+come in merge-block order: the blocks of `spatial_merge_size` x `spatial_merge_size` neighbours in
+raster order, the patches of a block one after the other. The merger makes one image token of each
+block, so token `k` of an image is made of its patches `4 k` to `4 k + 3` (at a merge size of 2), and
+the tokens are in raster order. Further frames (t > 1) follow in the same way. This is the order of
+transformers' Qwen2-VL image processor.
 """
 
 from __future__ import annotations
@@ -25,24 +26,29 @@ Index = int | torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class ImageTokens:
-    """One image of an input: `model.image_tokens(prompt, images=...)` gives them in order.
+    """One image or video of an input: `model.image_tokens(prompt, images=...)` and
+    `model.video_tokens(prompt, videos=...)` give them in order.
 
     A *token* is an index among this image's own tokens, 0 to `len(image) - 1`; a *patch* is a row of
     the vision stream, as a vision value holds it. Wherever a method takes one of them it also takes
     a tensor of them, and then gives tensors of its shape.
 
     Attributes:
+        kind: "image" or "video".
         prompt: the prompt in the batch that it belongs to.
-        image: its place among the images of the whole input.
-        grid: (t, h, w) in patches, its row of `image_grid_thw`.
+        image: its place among the images, or the videos, of the whole input.
+        grid: (t, h, w) in patches, its row of `image_grid_thw` or `video_grid_thw`.
         merge: patches of a merge block along one side.
         patch_size: pixels of a patch along one side.
         positions: [tokens], the position of each token in the (padded) prompt.
-        rows: its slice of `vision.image_features`, and of `deepstack_output` where no videos are beside
-            the images (those rows then go by `vision.visual_token_mask`).
+        rows: its slice of `vision.image_features`, or of `vision.video_features`.
+        deepstack: its slice of `deepstack_output`, whose rows are in the order of the prompts' tokens:
+            that of `rows`, unless the input has images and videos.
         patches: its slice of the vision stream: `vision.layers[i].layer_output[0, image.patches]`.
+            Those of the videos come after those of all images.
     """
 
+    kind: str
     prompt: int
     image: int
     grid: tuple[int, int, int]
@@ -50,6 +56,7 @@ class ImageTokens:
     patch_size: int
     positions: torch.Tensor
     rows: slice
+    deepstack: slice
     patches: slice
 
     def __len__(self) -> int:
@@ -146,7 +153,7 @@ class ImageTokens:
     def _own(self, patch: Index) -> Index:
         start, stop = self.patches.start, self.patches.stop
         if torch.as_tensor((torch.as_tensor(patch) < start) | (torch.as_tensor(patch) >= stop)).any():
-            raise InputError(f"patch {patch} is not of image {self.image}, whose rows are {start} to {stop - 1}")
+            raise InputError(f"patch {patch} is not of {self.kind} {self.image}, whose rows are {start} to {stop - 1}")
         return patch - start
 
     def _box(self, row: Any, column: Any, side: int, size: tuple[int, int] | None) -> tuple[Any, Any, Any, Any]:
@@ -169,55 +176,78 @@ class PromptRows:
         index: its place in the batch.
         tokens: the slice of its positions; what lies before is padding.
         images: its images, with their slices; see `ImageTokens`.
-        features: its slice of `vision.image_features`, all its images, and of `deepstack_output` where
-            no videos are beside them.
-        patches: its slice of the vision stream, all its images.
+        videos: its videos, likewise.
+        features: its slice of `vision.image_features`, all its images.
+        deepstack: its slice of `deepstack_output`, all its images and videos.
+        patches: its images' slice of the vision stream; a video's is `videos[i].patches`.
     """
 
     index: int
     tokens: slice
     images: tuple[ImageTokens, ...]
+    videos: tuple[ImageTokens, ...]
     features: slice
+    deepstack: slice
     patches: slice
 
 
 def prompt_rows(model: Any, encoding: Mapping[str, torch.Tensor]) -> list[PromptRows]:
-    """The prompts of an encoding and the images of each; see `model.prompt_rows`."""
+    """The prompts of an encoding, their images and videos; see `model.prompt_rows`."""
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
-    grids = encoding.get("image_grid_thw")
-    images = iter(()) if grids is None else _images(model, ids, grids)
+    images = list(_items(model, encoding, "image", 0))
+    videos = list(_items(model, encoding, "video", images[-1].patches.stop if images else 0))
     found: list[PromptRows] = []
-    image = next(images, None)
-    features = patches = 0
-    for index, row in enumerate(ids):
-        own = []
-        while image is not None and image.prompt == index:
-            own.append(image)
-            image = next(images, None)
-        ends = (own[-1].rows.stop, own[-1].patches.stop) if own else (features, patches)
-        tokens = _unpadded(row if mask is None else mask[index], mask is not None)
-        found.append(PromptRows(index, tokens, tuple(own), slice(features, ends[0]), slice(patches, ends[1])))
-        features, patches = ends
+    feature = level = patch = 0
+    for index in range(len(ids)):
+        own = tuple(image for image in images if image.prompt == index)
+        clips = tuple(video for video in videos if video.prompt == index)
+        features = slice(feature, own[-1].rows.stop if own else feature)
+        patches = slice(patch, own[-1].patches.stop if own else patch)
+        deepstack = slice(level, level + sum(len(item) for item in (*own, *clips)))
+        tokens = slice(0, ids.shape[1]) if mask is None else _unmasked(mask[index], index)
+        found.append(PromptRows(index, tokens, own, clips, features, deepstack, patches))
+        feature, level, patch = features.stop, deepstack.stop, patches.stop
     return found
 
 
-def _unpadded(row: torch.Tensor, masked: bool) -> slice:
-    """From the first unmasked position to the last."""
-    kept = row.nonzero().flatten().tolist() if masked else range(len(row))
+def _unmasked(mask: torch.Tensor, index: int) -> slice:
+    """From the first position that is no padding to the last."""
+    kept = mask.nonzero().flatten().tolist()
+    if not kept:
+        raise InputError(f"attention_mask is 0 on all {len(mask)} positions of row {index}: the prompt is empty")
     return slice(kept[0], kept[-1] + 1)
 
 
-def _images(model: Any, ids: torch.Tensor, grids: torch.Tensor) -> Iterator[ImageTokens]:
-    """The images of an input in order: each takes the next placeholders, row after row."""
-    merge, patch_size = model.vision.spatial_merge_size, model.vision.patch_size
-    prompts, positions = (ids == model.config["image_token_id"]).nonzero(as_tuple=True)
-    row = patch = 0
+def _items(model: Any, encoding: Mapping[str, torch.Tensor], kind: str, patch: int) -> Iterator[ImageTokens]:
+    """The images or videos of an input in order: each takes the next placeholders, row after row.
+    `patch` is the row of the vision stream of the first."""
+    ids, grids = encoding["input_ids"], encoding.get(f"{kind}_grid_thw")
+    if grids is None:
+        return
+    merge = model.vision.spatial_merge_size
+    tokens = {name: ids == model.config[f"{name}_token_id"] for name in ("image", "video")}
+    prompts, positions = tokens[kind].nonzero(as_tuple=True)
+    wanted = int(grids.prod(-1).sum()) // merge**2
+    if len(prompts) != wanted:
+        raise InputError(f"input_ids holds {len(prompts)} {kind} tokens, and the {len(grids)} {kind}s give {wanted}")
+    levels = (tokens["image"] | tokens["video"]).flatten().cumsum(0).reshape(ids.shape) - 1
+    row = 0
     for image, (t, h, w) in enumerate(grids.tolist()):
-        tokens = slice(row, row + t * h * w // merge**2)
-        patches = slice(patch, patch + t * h * w)
-        place = (int(prompts[row]), image, (t, h, w))
-        yield ImageTokens(*place, merge, patch_size, positions[tokens], tokens, patches)
-        row, patch = tokens.stop, patches.stop
+        rows, patches = slice(row, row + t * h * w // merge**2), slice(patch, patch + t * h * w)
+        level = int(levels[prompts[row], positions[row]])
+        yield ImageTokens(
+            kind=kind,
+            prompt=int(prompts[row]),
+            image=image,
+            grid=(t, h, w),
+            merge=merge,
+            patch_size=model.vision.patch_size,
+            positions=positions[rows],
+            rows=rows,
+            deepstack=slice(level, level + rows.stop - rows.start),
+            patches=patches,
+        )
+        row, patch = rows.stop, patches.stop
 
 
 def _within(index: Index, count: int, name: str) -> Index:

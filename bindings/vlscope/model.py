@@ -428,7 +428,7 @@ class StandardizedTransformer(CausalLM):
 
     def prompt_rows(self, prompt: Any = None, **inputs: Any) -> list[PromptRows]:
         """Where each prompt of a batch lies in the values of the whole: its unpadded positions, its
-        images, its rows of `image_features`. Takes what `trace` takes.
+        images and videos, its rows of their features. Takes what `trace` takes.
 
         >>> batch = model.encode(["Hello", "What color is this?"], images=[[], [picture]])
         >>> [row.tokens for row in model.prompt_rows(**batch)]
@@ -446,6 +446,11 @@ class StandardizedTransformer(CausalLM):
         ((1, 6, 6), slice(4, 13, None), (32, 0, 64, 32))
         """
         return [image for row in self.prompt_rows(prompt, **inputs) for image in row.images]
+
+    def video_tokens(self, prompt: Any = None, **inputs: Any) -> list[ImageTokens]:
+        """The videos of an input in order, as `image_tokens` gives the images. A frame of the grid is
+        a temporal patch, `temporal_patch_size` frames of the video."""
+        return [video for row in self.prompt_rows(prompt, **inputs) for video in row.videos]
 
     def scan(self, prompt: Any = None, **inputs: Any) -> dict[str, Any]:
         """Shape and dtype of every value that a forward of this input reaches, as empty tensors on

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
+from ..recording import Recording
 from ..sites import dims, expand, expand_below, read
 from ..trace import save
-from .edits import Replacement, axis_of, fitting
+from .edits import Replacement, axis_of, fitting, one_tensor
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
@@ -65,6 +66,7 @@ def mean(
     counts = dict.fromkeys(names, 0)
     for prompt in _several(prompts):
         for name, value in collect(model, prompt, names).items():
+            value = one_tensor(value, name)
             where = axis_of(dims(model, name), None, name)
             total = value.double() if per_position else value.double().sum(where, keepdim=True)
             if name in sums:
@@ -98,9 +100,11 @@ def _several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 def encoded(model: StandardizedTransformer, prompt: Prompt) -> dict[str, Any]:
     """The arguments of a trace of one prompt, its images processed."""
+    if isinstance(prompt, Recording):
+        prompt = prompt.inputs
     given = isinstance(prompt, Mapping) and "input_ids" not in prompt
     run = model.encode(**prompt) if given else model.encode(prompt)
-    count = len(torch.as_tensor(run["input_ids"]))
+    count = len(run["input_ids"])
     if count != 1:
         raise InputError(f"a batch of {count} prompts was given; these helpers take one prompt at a time")
     return run

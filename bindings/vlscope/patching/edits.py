@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..trace import Tracer
 
 #: Axes along which a value has one row for each token or patch.
-POSITION_AXES = ("seq", "query", "patches", "image_tokens")
+POSITION_AXES = ("seq", "query", "patches", "image_tokens", "video_tokens")
 
 Selection = Any  # an index, a slice, a sequence of indices, a boolean mask, or None for all
 Replacement = Mapping[str, torch.Tensor] | Callable[[torch.Tensor, str], torch.Tensor]
@@ -37,7 +37,7 @@ def replace(root: StandardizedTransformer | Tracer, site: str, by: Replacement, 
     """
     model = _model_of(root)
     for name in expand(model, site):
-        value = read(root, name)
+        value = one_tensor(read(root, name), name)
         new = fitting(by(value, name) if callable(by) else by[name], value, name)
         if at:
             new = torch.where(_chosen(dims(model, name), value, at, name), new, value)
@@ -53,9 +53,9 @@ def knockout(
     heads: Selection = None,
 ) -> None:
     """Attention knockout in an open trace: the probabilities from `queries` to `keys` are set to zero
-    in some blocks and heads, and the rows that lose something are divided by their sums. That is the same as
-    setting the scores to minus infinity (Geva et al. 2023, arXiv:2304.14767, section 5). A row that
-    has no other key is left at zero: its heads then give nothing.
+    in some blocks and heads, and the rows that lose something are divided by their sums. That is the
+    same as setting the scores to minus infinity (Geva et al. 2023, arXiv:2304.14767, section 5). A row
+    that has no other key is left at zero: its heads then give nothing.
 
     Args:
         root: the tracer, or the model for the innermost trace.
@@ -82,6 +82,13 @@ def windows(model: StandardizedTransformer, size: int) -> list[range]:
 
 def _model_of(root: Any) -> StandardizedTransformer:
     return root._model  # a model is the root of its own tree, a tracer has one
+
+
+def one_tensor(value: Any, site: str) -> torch.Tensor:
+    """`value`, refused if it is several tensors, as the patterns of each image are."""
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{site} is not one tensor but {type(value).__name__}: read and edit its parts in a trace")
+    return value
 
 
 def axis_of(axes: Sequence[str], name: str | None, site: str) -> int:

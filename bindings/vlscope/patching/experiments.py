@@ -12,7 +12,7 @@ import torch
 from ..errors import InputError, NotReachedError
 from ..sites import dims, expand, expand_below, read, write
 from .donors import Prompt, collect, encoded
-from .edits import Replacement, Selection, axis_of, fitting, replace, selected
+from .edits import Replacement, Selection, axis_of, fitting, one_tensor, replace, selected
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
@@ -80,7 +80,8 @@ def sweep(
 ) -> Cells:
     """Activation patching: the corrupted prompt is run once for each site and position, with the
     clean run's value in place of its own there (Vig et al. 2020, arXiv:2004.12265; Meng et al. 2022,
-    arXiv:2202.05262; conventions of Heimersheim and Nanda 2024, arXiv:2404.15255).
+    arXiv:2202.05262; conventions of Heimersheim and Nanda 2024, arXiv:2404.15255). The corrupted run is
+    recorded (`model.record`), so that each cell computes from the block on that it changes.
 
     Args:
         site: a value below the block, such as "self_attn.attention_output", in all blocks or in
@@ -152,7 +153,7 @@ def attribution(
     sites = expand_below(model, site, layers)
     where, shape = _layout(model, target, sites, axis)
     values = collect(model, source, sites)
-    with torch.enable_grad(), model.trace(**measure.arguments(target)) as tracer:
+    with torch.enable_grad(), model.trace(**target, **measure.needs) as tracer:
         served = []
         for name in sites:
             value = read(tracer, name)
@@ -208,22 +209,24 @@ def path(
     """
     source, target = encoded(model, clean), encoded(model, corrupted)
     _check_alignment(source, target)
-    (sender,) = expand(model, sender)
-    targets = expand(model, receivers)
+    senders, targets = expand(model, sender), expand(model, receivers)
+    if len(senders) != 1:
+        raise InputError(f"{sender!r} stands for {len(senders)} sites; a path has one sender")
+    sender = senders[0]
     if model.order(targets[0]) < model.order(sender):
         raise InputError(f"{targets[0]} comes before {sender} in the forward: no path leads there")
     held = _between(model, target, sender, targets[-1], freeze)
     donor, base = collect(model, source, sender), collect(model, target, held)
     noted: dict[str, torch.Tensor] = {}
     measure = _metric(model, metric)
-    with torch.no_grad(), model.trace(**measure.arguments(target)) as tracer:
+    with torch.no_grad(), model.trace(**target, **measure.needs) as tracer:
         replace(tracer, sender, donor, **(sender_at or {}))
         for site in expand(model, [*targets, *held]):
             if site in targets:
                 noted[site] = read(tracer, site).clone()
             if site in held:
                 write(tracer, site, base[site])
-    with torch.no_grad(), model.trace(**measure.arguments(target)) as tracer:
+    with torch.no_grad(), model.trace(**target, **measure.needs) as tracer:
         for site in targets:
             replace(tracer, site, noted, **(receiver_at or {}))
         return measure.of(tracer.logits).item()
@@ -256,7 +259,7 @@ class _Plan:
 
 def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Replacement, plan: _Plan) -> Cells:
     """The metric of `run` with one site and position replaced at a time."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     where, shape = _layout(model, run, plan.sites, plan.axis)
     axis, length = dims(model, plan.sites[0])[where], shape[where]
@@ -266,12 +269,12 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     ]
     corrupted = plan.measure.run(model, run)
     values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
-    total = values.numel()
-    arguments = plan.measure.arguments(run)
-    with torch.no_grad(), tqdm(total=total, disable=None if plan.progress else True, leave=False) as bar:
+    recorded = model.record(**run)
+    quiet = None if plan.progress else True  # None: shown on a terminal
+    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
         for row, site in enumerate(plan.sites):
             for column, indices in enumerate(columns):
-                with model.trace(**arguments) as tracer:
+                with model.trace(recorded, **plan.measure.needs) as tracer:
                     replace(tracer, site, by, **{axis: indices})
                     values[row, column] = plan.measure.of(tracer.logits)
                 bar.update()
@@ -279,7 +282,7 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
 
 
 def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    lengths = [torch.as_tensor(run["input_ids"]).shape[1] for run in (clean, corrupted)]
+    lengths = [run["input_ids"].shape[1] for run in (clean, corrupted)]
     if lengths[0] != lengths[1]:
         raise InputError(
             f"the clean prompt has {lengths[0]} tokens and the corrupted one {lengths[1]}: positions stand for each "
@@ -288,15 +291,11 @@ def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> 
 
 
 class _Measure:
-    """A metric, and what it needs of the trace that it measures."""
+    """A metric, and the arguments (`needs`) of a trace that it measures."""
 
     def __init__(self, function: Callable[[torch.Tensor], Any], needs: Mapping[str, Any]) -> None:
         self._function = function
-        self._needs = needs
-
-    def arguments(self, run: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the trace of a run that is to be measured."""
-        return {**run, **self._needs}
+        self.needs = needs
 
     def of(self, logits: torch.Tensor) -> torch.Tensor:
         """The metric, a tensor of one element."""
@@ -307,7 +306,7 @@ class _Measure:
 
     def run(self, model: StandardizedTransformer, run: Mapping[str, Any]) -> float:
         """The metric of a plain run."""
-        with torch.no_grad(), model.trace(**self.arguments(run)) as tracer:
+        with torch.no_grad(), model.trace(**run, **self.needs) as tracer:
             return self.of(tracer.logits).item()
 
 
@@ -338,7 +337,7 @@ def _layout(
     for site in sites:
         if site not in shapes:
             raise NotReachedError(f"the forward of this prompt does not come by {site}")
-        length, other = shapes[sites[0]].shape[where], shapes[site].shape
+        other, length = one_tensor(shapes[site], site).shape, shapes[sites[0]].shape[where]
         if where >= len(other) or other[where] != length or dims(model, site)[where] != dims(model, sites[0])[where]:
             raise InputError(f"{sites[0]} and {site} differ in their axes: sweep them one after the other")
     return where, shapes[sites[0]].shape
@@ -354,7 +353,7 @@ def _labels(
     """What stands at the rows and columns of `Cells`."""
     tokens = [", ".join(map(str, column)) for column in columns]
     if axis in ("seq", "query") and model.tokenizer is not None:
-        ids = torch.as_tensor(run["input_ids"])[0].tolist()
+        ids = run["input_ids"][0].tolist()
         texts = [[ids[k] for k in column] for column in columns]
         tokens = [model.tokenizer.decode(text, skip_special_tokens=False) for text in texts]
     blocks = [_BLOCK.search(site) for site in sites]
