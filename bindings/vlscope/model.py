@@ -641,7 +641,7 @@ class StandardizedTransformer(CausalLM):
             token_positions: index, slice or list along the tokens; all by default.
             batch_index: index, slice or list along the prompts; all by default.
         """
-        indices = [layers] if np.ndim(layers) == 0 else layers
+        indices: Any = [layers] if np.ndim(layers) == 0 else layers
         count = self.num_layers
         rows = slice(None) if batch_index is None else batch_index
         tokens = slice(None) if token_positions is None else token_positions
