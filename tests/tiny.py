@@ -1,4 +1,4 @@
-"""Tiny random Qwen3-VL checkpoints in the hub's format, each of another shape.
+"""Tiny random checkpoints of every family in the hub's format, each of another shape.
 
 Weights are scaled by fan-in, norms lie away from one and biases away from zero, so that a wrong axis, a swapped
 bias or a missing add moves the logits far beyond any tolerance. Tokenizer and processor files are the built-in
@@ -8,6 +8,7 @@ model's, with the checkpoint's own patch size.
 import json
 import math
 import shutil
+import zlib
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ PAD, IM_END, VISION_START, VISION_END, IMAGE, VIDEO = 695, 697, 698, 699, 701, 7
 
 def _config(text, vision, tied, mrope_section, theta=5e6):
     return {
+        "model_type": "qwen3_vl",
         "text_config": {
             "vocab_size": VOCABULARY,
             "hidden_act": "silu",
@@ -60,7 +62,7 @@ def _config(text, vision, tied, mrope_section, theta=5e6):
     }
 
 
-CONFIGS = {
+QWEN3_VL = {
     # head_dim 16 where hidden / heads is 12; more text layers than taps; a 4 x 4 position table.
     "dense": _config(
         {
@@ -181,6 +183,8 @@ CONFIGS = {
     ),
 }
 
+CONFIGS = {**QWEN3_VL}
+
 
 @torch.no_grad()
 def randomise(model, seed):
@@ -212,11 +216,12 @@ def copy_processor_files(folder, patch_size=16):
 
 def build(name, folder, dtype=torch.float32, **save_options):
     """Writes the checkpoint `name` of `CONFIGS` into `folder` and returns the folder."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+    from transformers import AutoConfig, AutoModelForImageTextToText
 
-    config = Qwen3VLConfig(**json.loads(json.dumps(CONFIGS[name])))
-    model = Qwen3VLForConditionalGeneration(config)
-    randomise(model, seed=sorted(CONFIGS).index(name) + 1)
+    settings = json.loads(json.dumps(CONFIGS[name]))
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForImageTextToText.from_config(config)
+    randomise(model, seed=zlib.crc32(name.encode()))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(folder, **save_options)

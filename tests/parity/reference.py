@@ -1,4 +1,4 @@
-"""Runs transformers' own Qwen3-VL and records every named value and every module call, in the order they happen.
+"""Runs transformers' own model and records every named value and every module call, in the order they happen.
 
 The names are those of vlscope: `layers.3.self_attn.attention_queries`, `vision.tower_output`; a module is known by its
 native path (`model.language_model.layers.3.self_attn.q_proj`). Forward hooks sit on every module; the attention
@@ -8,16 +8,18 @@ functions are wrapped, because queries, scores and patterns are no module's inpu
 through a hook. A function gets the tensor and returns the one to go on with.
 """
 
+import inspect
 import re
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
-from transformers.models.qwen3_vl import modeling_qwen3_vl as modeling
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 TEXT, VISION = "model.language_model", "model.visual"
+TEXT_ATTENTION = rf"{TEXT}\.layers\.\d+\.self_attn"
+VISION_ATTENTION = rf"{VISION}\.blocks\.\d+\.attn"
 
 
 @dataclass
@@ -49,9 +51,7 @@ class Run:
 
 def load(folder, attn_implementation, dtype=torch.float32):
     """transformers' model of a checkpoint folder, for inference."""
-    model = Qwen3VLForConditionalGeneration.from_pretrained(
-        folder, attn_implementation=attn_implementation, dtype=dtype
-    )
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=attn_implementation, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -164,6 +164,7 @@ _VISUAL = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_gr
 class _Recorder:
     def __init__(self, model, edits, inputs):
         self.model, self.edits, self.edited = model, edits, set()
+        self.modeling = inspect.getmodule(type(model))  # the family's own modeling_*.py, whose functions are wrapped
         self.visual = [(inputs[pixels], inputs[grid]) for pixels, grid in _VISUAL if pixels in inputs]
         self.pass_over_both = None
         self.run = Run()
@@ -178,6 +179,7 @@ class _Recorder:
             for module in self.paths:
                 stack.callback(module.register_forward_pre_hook(self.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(self.after, with_kwargs=True).remove)
+            modeling = self.modeling
             functions = modeling.ALL_ATTENTION_FUNCTIONS
             for target, name, wrapper in (
                 (modeling, "eager_attention_forward", self.attention(modeling.eager_attention_forward)),
@@ -234,7 +236,7 @@ class _Recorder:
             self.named("vision.visual_token_mask", image_mask | video_mask)
         if path == TEXT and kwargs.get("deepstack_visual_embeds") is not None:
             kwargs["deepstack_visual_embeds"] = self.deepstack(kwargs["deepstack_visual_embeds"])
-        if isinstance(module, (modeling.Qwen3VLVisionAttention, modeling.Qwen3VLTextAttention)):
+        if re.fullmatch(f"{TEXT_ATTENTION}|{VISION_ATTENTION}", path):
             self.attending = path
         if args and isinstance(args[0], torch.Tensor):
             args[0] = self.at(path, "input", args[0])
@@ -250,7 +252,7 @@ class _Recorder:
             output = self.vision_values(output)
         if isinstance(output, torch.Tensor):
             output = self.at(path, "output", output)
-        elif isinstance(module, modeling.Qwen3VLTextAttention):
+        elif re.fullmatch(TEXT_ATTENTION, path):
             output = (self.at(path, "output", output[0]), output[1])
         elif path == VISION:
             output.last_hidden_state = self.named("vision.tower_output", output.last_hidden_state[None])[0]
@@ -293,11 +295,10 @@ class _Recorder:
         whole, images = self.pass_over_both, len(self.visual[0][1])
         rows = sum(len(part) for part in whole.pooler_output[:images])
         files, rows = (slice(images), slice(rows)) if kind == "image" else (slice(images, None), slice(rows, None))
-        return type(whole)(
-            last_hidden_state=whole.last_hidden_state,
-            pooler_output=whole.pooler_output[files],
-            deepstack_features=[level[rows] for level in whole.deepstack_features],
-        )
+        part = {"last_hidden_state": whole.last_hidden_state, "pooler_output": whole.pooler_output[files]}
+        if "deepstack_features" in whole:
+            part["deepstack_features"] = [level[rows] for level in whole.deepstack_features]
+        return type(whole)(**part)
 
     def site(self):
         return standard(self.attending)
@@ -335,20 +336,20 @@ class _Recorder:
 
     def attention(self, original):
         def forward(module, query, key, value, attention_mask, scaling, **kwargs):
-            if isinstance(module, modeling.Qwen3VLVisionAttention):
+            if re.fullmatch(VISION_ATTENTION, self.paths[module]):
                 return self.vision_attention(original, module, query, key, value, scaling, kwargs)
             site = self.site()
             query = self.named(f"{site}.attention_queries", query)
             key = self.named(f"{site}.attention_keys", key)
             value = self.named(f"{site}.attention_values", value)
             groups = module.num_key_value_groups
-            scores = torch.matmul(query, modeling.repeat_kv(key, groups).transpose(2, 3)) * scaling
+            scores = torch.matmul(query, self.modeling.repeat_kv(key, groups).transpose(2, 3)) * scaling
             scores = self.named(f"{site}.attention_scores", scores + self.mask(attention_mask, query))
             pattern = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
             pattern = self.named(f"{site}.attention_probabilities", pattern)
             output = original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             if {f"{site}.attention_scores", f"{site}.attention_probabilities"} & self.edited:
-                heads = torch.matmul(pattern, modeling.repeat_kv(value, groups)).transpose(1, 2).contiguous()
+                heads = torch.matmul(pattern, self.modeling.repeat_kv(value, groups)).transpose(1, 2).contiguous()
                 return heads, (pattern if output[1] is not None else None)
             return output
 
