@@ -178,6 +178,60 @@ const Kind text_mlp{"TextMLP",
                     {},
                     /*keeps_shape=*/true};
 
+const Kind text_mixture{
+    "TextMixture",
+    R"(A mixture of experts in the place of a block's MLP.
+
+    routed_output = expert_outputs.sum(2);  mlp_output = routed_output [+ shared_expert_output]
+
+where expert_outputs[b, t, j] is expert_weights[b, t, j] times what expert expert_indices[b, t, j]
+makes of the token. Weights are the largest of the router's softmax, divided by their sum. Editing
+router_logits routes anew; a weight of zero takes a slot out; an index that is changed keeps its
+weight.)",
+    {{"hidden_states"}},
+    Form::kTensor,
+    {{"hidden_states"}},
+    {
+        {"router_logits", "RouterLogits", "batch seq experts",
+         "the router's score of each expert, before the softmax", "gate.router_logits", 0,
+         View::kBatchAxis},
+        {"expert_weights", "ExpertWeights", "batch seq top_k",
+         "the weights of the chosen experts, in descending order of the router; they sum to 1",
+         "gate.output", 1, View::kBatchAxis},
+        {"expert_indices", "ExpertIndices", "batch seq top_k",
+         "which experts are chosen, in the same order", "gate.output", 2, View::kBatchAxis},
+        {"expert_outputs", "ExpertOutputs", "batch seq top_k hidden_size",
+         "what each chosen expert adds, weight included", "experts.expert_outputs", 0,
+         View::kBatchAxis},
+        {"routed_output", "Residual", "batch seq hidden_size",
+         "the sum of what the chosen experts add", "experts.output", 0, View::kBatchAxis},
+        {"shared_expert_output", "Residual", "batch seq hidden_size",
+         "what the shared expert adds, its gate included", "shared_expert_output"},
+        {"mlp_output", "Residual", "batch seq hidden_size", "what the MLP adds to the stream",
+         "output", 0},
+    },
+    {},
+    /*keeps_shape=*/true};
+
+const Kind router{
+    "Router",
+    R"(The router of a mixture, on all tokens of all prompts in one row: softmax(W x) in float32, the
+largest of it divided by their sum.)",
+    {{"hidden_states"}},
+    Form::kTuple,
+    {{"router_logits"}, {"expert_weights"}, {"expert_indices"}}};
+
+const Kind experts{
+    "Experts",
+    R"(The experts of a mixture, on all tokens of all prompts in one row. Only those that a token goes to
+are computed, and only their weights are read. act_fn runs on the rows of all slots, sorted by expert.)",
+    {{"hidden_states"}, {"top_k_index"}, {"top_k_weights"}},
+    Form::kTensor,
+    {{"hidden_states"}},
+    {},
+    {},
+    /*keeps_shape=*/true};
+
 const Kind text_rotary{
     "TextRotary",
     "M-RoPE tables: cos and sin, folded from the time, height and width positions.",
@@ -313,11 +367,11 @@ const Kind activation{
 const std::vector<const Kind*>& all_kinds() {
   using namespace kinds;
   static const std::vector<const Kind*> all = {
-      &causal_lm,  &multimodal_model, &text_model,  &text_layer,   &text_attention,
-      &text_mlp,   &text_rotary,      &vision,      &vision_layer, &vision_attention,
-      &vision_mlp, &vision_rotary,    &patch_embed, &projector,    &merger,
-      &linear,     &conv3d,           &embedding,   &rms_norm,     &layer_norm,
-      &activation};
+      &causal_lm,   &multimodal_model, &text_model,       &text_layer, &text_attention,
+      &text_mlp,    &text_mixture,     &router,           &experts,    &text_rotary,
+      &vision,      &vision_layer,     &vision_attention, &vision_mlp, &vision_rotary,
+      &patch_embed, &projector,        &merger,           &linear,     &conv3d,
+      &embedding,   &rms_norm,         &layer_norm,       &activation};
   return all;
 }
 

@@ -248,6 +248,25 @@ TextConfig read_qwen3_text(const Section& text, std::string_view model_type) {
   return config;
 }
 
+/// The mixtures of a text model with experts. transformers 5 may write their number as
+/// `num_local_experts`.
+MixtureConfig read_mixture(const Section& text) {
+  MixtureConfig config{};
+  const bool renamed = !text.has("num_experts") && text.has("num_local_experts");
+  config.num_experts = text.integer(renamed ? "num_local_experts" : "num_experts", kCount);
+  config.top_k = text.integer("num_experts_per_tok", kCount);
+  config.intermediate_size = text.integer("moe_intermediate_size", kWidth);
+  config.sparse_step = text.integer_or("decoder_sparse_step", kCount, 1);
+  if (text.has("mlp_only_layers")) {
+    config.mlp_only_layers = text.integers("mlp_only_layers", {0, kCount.high});
+  }
+  if (config.top_k > config.num_experts) {
+    text.fail("num_experts_per_tok",
+              fmt::format("is {}, but there are {} experts", config.top_k, config.num_experts));
+  }
+  return config;
+}
+
 void check_vision_heads(const Section& vision, const VisionConfig& config) {
   if (config.hidden_size % config.num_heads != 0) {
     vision.fail("hidden_size", fmt::format("{} is not a multiple of num_heads {}",
@@ -374,16 +393,18 @@ void read_token_ids(const Section& root, Config& config) {
 
 // ---- Families -----------------------------------------------------------------------------------
 
-Config read_qwen3_vl(const Section& root) {
+/// What Qwen3-VL and its mixture of experts have in common; `line` is the `model_type` that the
+/// names of their parts begin with.
+Config read_qwen3_vl_line(const Section& root, const std::string& line) {
   const Section text = root.section("text_config");
   const Section vision = root.section("vision_config");
   refuse_quantisation(text);
   Config config{};
   config.model_type = root.word("model_type");
-  config.text = read_qwen3_text(text, "qwen3_vl_text");
+  config.text = read_qwen3_text(text, line + "_text");
   config.text.rope =
       read_interleaved_rope(text, config.text.head_dim, {5e5, {24, 20, 20}}, config.notes);
-  config.vision = read_qwen3_vision(vision, {"qwen3_vl_vision", "qwen3_vl"});
+  config.vision = read_qwen3_vision(vision, {line + "_vision", line});
   check_projection(vision, config.vision, config.text);
   read_token_ids(root, config);
   config.tie_word_embeddings = read_tie(root, text);
@@ -391,11 +412,19 @@ Config read_qwen3_vl(const Section& root) {
   return config;
 }
 
+Config read_qwen3_vl(const Section& root) { return read_qwen3_vl_line(root, "qwen3_vl"); }
+
+Config read_qwen3_vl_moe(const Section& root) {
+  Config config = read_qwen3_vl_line(root, "qwen3_vl_moe");
+  config.text.mixture = read_mixture(root.section("text_config"));
+  return config;
+}
+
 struct Family {
   std::string_view model_type;
   Config (*read)(const Section& root);
 };
-constexpr Family kFamilies[] = {{"qwen3_vl", read_qwen3_vl}};
+constexpr Family kFamilies[] = {{"qwen3_vl", read_qwen3_vl}, {"qwen3_vl_moe", read_qwen3_vl_moe}};
 
 json parse_text(std::string_view text, const std::string& where) {
   try {
@@ -406,6 +435,12 @@ json parse_text(std::string_view text, const std::string& where) {
 }
 
 }  // namespace
+
+bool MixtureConfig::covers(int64_t block) const {
+  const bool dense =
+      std::find(mlp_only_layers.begin(), mlp_only_layers.end(), block) != mlp_only_layers.end();
+  return !dense && (block + 1) % sparse_step == 0;
+}
 
 std::vector<std::string> supported_families() {
   std::vector<std::string> names;
@@ -435,20 +470,27 @@ Config read_config(const std::filesystem::path& folder) {
 ConfigCard text_card(const Config& config) {
   const TextConfig& text = config.text;
   const auto number = [](int64_t value) { return fmt::to_string(value); };
-  return {{"model_type", config.model_type},
-          {"num_layers", number(text.num_hidden_layers)},
-          {"hidden_size", number(text.hidden_size)},
-          {"num_heads", number(text.num_attention_heads)},
-          {"num_key_value_heads", number(text.num_key_value_heads)},
-          {"head_dim", number(text.head_dim)},
-          {"intermediate_size", number(text.intermediate_size)},
-          {"vocab_size", number(text.vocab_size)},
-          {"max_position_embeddings", number(text.max_position_embeddings)},
-          {"rms_norm_eps", fmt::to_string(text.rms_norm_eps)},
-          {"hidden_act", text.hidden_act},
-          {"rope_theta", fmt::to_string(text.rope.theta)},
-          {"mrope_section", fmt::format("[{}]", fmt::join(text.rope.mrope_section, ", "))},
-          {"tie_word_embeddings", config.tie_word_embeddings ? "true" : "false"}};
+  ConfigCard card = {
+      {"model_type", config.model_type},
+      {"num_layers", number(text.num_hidden_layers)},
+      {"hidden_size", number(text.hidden_size)},
+      {"num_heads", number(text.num_attention_heads)},
+      {"num_key_value_heads", number(text.num_key_value_heads)},
+      {"head_dim", number(text.head_dim)},
+      {"intermediate_size", number(text.intermediate_size)},
+      {"vocab_size", number(text.vocab_size)},
+      {"max_position_embeddings", number(text.max_position_embeddings)},
+      {"rms_norm_eps", fmt::to_string(text.rms_norm_eps)},
+      {"hidden_act", text.hidden_act},
+      {"rope_theta", fmt::to_string(text.rope.theta)},
+      {"mrope_section", fmt::format("[{}]", fmt::join(text.rope.mrope_section, ", "))},
+      {"tie_word_embeddings", config.tie_word_embeddings ? "true" : "false"}};
+  if (const auto& mixture = text.mixture) {
+    card.insert(card.end(), {{"num_experts", number(mixture->num_experts)},
+                             {"top_k", number(mixture->top_k)},
+                             {"moe_intermediate_size", number(mixture->intermediate_size)}});
+  }
+  return card;
 }
 
 ConfigCard vision_card(const Config& config) {

@@ -20,6 +20,18 @@ struct RopeConfig {
   bool mrope_interleaved;
 };
 
+/// The mixtures of experts of a text model. A block's MLP is one iff the block is not among
+/// `mlp_only_layers` and its number, counted from 1, is a multiple of `sparse_step`.
+struct MixtureConfig {
+  int64_t num_experts;
+  int64_t top_k;
+  int64_t intermediate_size;  ///< Of one expert.
+  int64_t sparse_step;
+  std::vector<int64_t> mlp_only_layers;
+
+  bool covers(int64_t block) const;
+};
+
 /// The text model. `head_dim` is a number of its own, not hidden_size / num_attention_heads.
 struct TextConfig {
   std::string model_type;
@@ -35,6 +47,7 @@ struct TextConfig {
   bool attention_bias;
   std::string hidden_act;
   RopeConfig rope;
+  std::optional<MixtureConfig> mixture;  ///< Absent where every MLP is dense.
 };
 
 /// The vision tower. `deepstack_visual_indexes` keeps the order of the file: entry k names the
@@ -85,7 +98,9 @@ struct Config {
 /// tower's `rope_theta` (10000), `max_position_embeddings` (128000, not part of the arithmetic),
 /// and `mrope_section`, or the rotary settings as a whole (with a note), where [24, 20, 20] fits
 /// `head_dim`. A `rope_theta` missing from rotary settings that are there is an error: the class
-/// default (5e5) is not the shipped base (5e6).
+/// default (5e5) is not the shipped base (5e6). Of a mixture, `decoder_sparse_step` (1) and
+/// `mlp_only_layers` (none) may be absent; `norm_topk_prob` is not read, as the reference
+/// renormalises whatever it says.
 ///
 /// `where` is the path that messages begin with. Raises ConfigError naming the key and what was
 /// found, UnsupportedFamily for another `model_type`.

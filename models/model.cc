@@ -119,7 +119,8 @@ std::vector<WeightSpec> Model::weights() const {
       const std::string name = fmt::format("{}.{}", module->path(), parameter.name);
       const bool tied = module == &root_->lm_head && config().tie_word_embeddings;
       specs.push_back({name, parameter.shape, parameter.tensor,
-                       tied ? "model.language_model.embed_tokens.weight" : ""});
+                       tied ? "model.language_model.embed_tokens.weight" : "",
+                       parameter.expert_parts});
     }
   }
   return specs;
@@ -156,6 +157,7 @@ void Model::note_weight_edits() {
 std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
   Trace::Options options;
+  options.batch = inputs.input_ids.size(0);
   options.later_step = inputs.cache && inputs.past() > 0;
   options.images = inputs.pixel_values.defined();
   options.videos = inputs.pixel_values_videos.defined();
