@@ -133,6 +133,10 @@ at::Tensor RunningTrace::attention_rows(int index, const ops::RowChoice& rows, b
   return probabilities.requires_grad() ? probabilities.clone() : probabilities;
 }
 
+void RunningTrace::check_replaceable(int module) const {
+  trace_->check_replaceable(*model_->tree().modules().at(module));
+}
+
 void RunningTrace::replace(int module, at::Tensor value) {
   const Use use(*this);
   trace_->replace(*model_->tree().modules().at(module), std::move(value));
@@ -184,6 +188,7 @@ void register_trace(py::module_& module) {
           },
           py::arg("site"), py::arg("heads"), py::arg("queries"), py::arg("scores"))
       .def("check_reachable", &RunningTrace::check_reachable)
+      .def("check_replaceable", &RunningTrace::check_replaceable)
       .def("replace", &RunningTrace::replace)
       .def("finish", &RunningTrace::finish)
       .def("check_edits", &RunningTrace::check_edits)

@@ -34,6 +34,7 @@ class RunningTrace {
   std::int64_t count_queries(int site);
   /// Rows of its probabilities, or of its scores.
   at::Tensor attention_rows(int site, const ops::RowChoice& rows, bool scores);
+  void check_replaceable(int module) const;
   void replace(int module, at::Tensor value);
   at::Tensor finish();
   void check_edits();

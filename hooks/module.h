@@ -71,6 +71,9 @@ class Module {
   const std::vector<Module*>& children() const { return children_; }
   const std::vector<Location*>& locations() const { return locations_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
+  /// What leaves the module when `x` enters: a tensor whose shape, dtype and device alone count.
+  /// Those of `x`, unless the module says otherwise.
+  virtual at::Tensor output_like(const at::Tensor& x) const { return x; }
   /// A location of this module ("output") or of one below it ("patch_embed.output"); nullptr if
   /// there is none.
   const Location* find_location(const std::string& path) const;

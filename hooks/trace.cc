@@ -61,13 +61,13 @@ void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& cur
       site.path, describe(current), value.defined() ? describe(value) : "None", site.path));
 }
 
-void check_replacement(const Module& module, const at::Tensor& value, const at::Tensor& x) {
-  if (value.sizes() == x.sizes() && value.scalar_type() == x.scalar_type() &&
-      value.device() == x.device()) {
+void check_replacement(const Module& module, const at::Tensor& value, const at::Tensor& output) {
+  if (value.sizes() == output.sizes() && value.scalar_type() == output.scalar_type() &&
+      value.device() == output.device()) {
     return;
   }
-  throw InputError(fmt::format("{} is skipped with {}, but what enters and leaves it is {}.",
-                               module.site_path(), describe(value), describe(x)));
+  throw InputError(fmt::format("{} is skipped with {}, but what leaves it is {}.",
+                               module.site_path(), describe(value), describe(output)));
 }
 
 }  // namespace
@@ -151,10 +151,15 @@ bool Trace::passes_unchanged(const Location& location) const {
   });
 }
 
+bool Trace::skips(const Module& module) const {
+  return std::any_of(skips_.begin(), skips_.end(),
+                     [&](const Skip& skip) { return skip.module == &module; });
+}
+
 bool Trace::skip(const Module& module, at::Tensor& x) {
   for (const Skip& skip : skips_) {
     if (skip.module != &module) continue;
-    if (module.kind().keeps_shape) check_replacement(module, skip.value, x);
+    check_replacement(module, skip.value, module.output_like(x));
     x = skip.value;
     return true;
   }
@@ -201,8 +206,7 @@ at::Tensor Trace::peek(const Site& site) {
   return live(site);
 }
 
-void Trace::replace(const Module& module, at::Tensor value) {
-  check_edits();
+void Trace::check_replaceable(const Module& module) const {
   const int entry = module.input.order();
   const bool inside = standing_ ? standing_->order() > entry : target_ > entry;
   if (inside) {
@@ -211,6 +215,11 @@ void Trace::replace(const Module& module, at::Tensor value) {
         "inside or behind it.",
         module.site_path(), position()));
   }
+}
+
+void Trace::replace(const Module& module, at::Tensor value) {
+  check_edits();
+  check_replaceable(module);
   const OrdinaryMode mode;
   skips_.push_back({&module, ordinary(std::move(value))});
 }

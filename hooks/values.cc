@@ -150,9 +150,7 @@ layer_output is the stream before that add.)",
         {"deepstack_output", "ImageFeatures", "image_tokens hidden_size",
          "DeepStack features added at the image and video tokens after this block",
          "deepstack_output"},
-    },
-    {},
-    /*keeps_shape=*/true};
+    }};
 
 const Kind text_attention{
     "TextAttention",
@@ -164,9 +162,7 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     {{"attention_output"}, {"attention_probabilities"}},
     attention_values("batch heads seq head_dim", "batch kv_heads seq head_dim",
                      "batch seq heads head_dim", "batch seq hidden_size",
-                     "the norm of each head and M-RoPE", View::kWhole),
-    {},
-    /*keeps_shape=*/true};
+                     "the norm of each head and M-RoPE", View::kWhole)};
 
 const Kind text_mlp{"TextMLP",
                     "SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)).",
@@ -174,9 +170,7 @@ const Kind text_mlp{"TextMLP",
                     Form::kTensor,
                     {{"x"}},
                     {{"mlp_output", "Residual", "batch seq hidden_size",
-                      "what the MLP adds to the stream", "output", 0}},
-                    {},
-                    /*keeps_shape=*/true};
+                      "what the MLP adds to the stream", "output", 0}}};
 
 const Kind text_mixture{
     "TextMixture",
@@ -289,8 +283,7 @@ so layer_input + attention_output + mlp_output == layer_output, bit for bit.)",
                             {"layer_output", "Patches", "images patches vision_hidden_size",
                              "the stream leaving the block", "output", 0, View::kImagesAxis},
                         },
-                        {{"self_attn", "attn"}},
-                        /*keeps_shape=*/true};
+                        {{"self_attn", "attn"}}};
 
 const Kind vision_attention{"VisionAttention",
                             R"(Attention of a vision block, within each image (and video frame).
@@ -305,9 +298,7 @@ with a, b = cu_seqlens[j], cu_seqlens[j + 1].)",
                              keyword("position_embeddings", 2)},
                             Form::kTensor,
                             {{"hidden_states"}},
-                            vision_attention_values(),
-                            {},
-                            /*keeps_shape=*/true};
+                            vision_attention_values()};
 
 const Kind vision_mlp{"VisionMLP",
                       "linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form.",
@@ -315,9 +306,7 @@ const Kind vision_mlp{"VisionMLP",
                       Form::kTensor,
                       {{"hidden_state"}},
                       {{"mlp_output", "Patches", "images patches vision_hidden_size",
-                        "what the MLP adds to the stream", "output", 0, View::kImagesAxis}},
-                      {},
-                      /*keeps_shape=*/true};
+                        "what the MLP adds to the stream", "output", 0, View::kImagesAxis}}};
 
 const Kind vision_rotary{"VisionRotary",
                          "2-D rotary tables: cos and sin of each patch's row and column.",

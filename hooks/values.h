@@ -63,7 +63,6 @@ struct Kind {
   std::vector<Field> outputs;
   std::vector<Value> values = {};
   std::vector<Alias> aliases = {};
-  bool keeps_shape = false;  ///< What leaves it has the shape, dtype and device of what enters.
 };
 
 namespace kinds {

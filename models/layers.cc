@@ -16,6 +16,10 @@
 
 namespace vlscope {
 
+at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
+  return weight.flatten().narrow(0, 0, 1).expand(shape);
+}
+
 Flow<at::Tensor> Leaf::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) x = apply(x);
@@ -33,6 +37,12 @@ at::Tensor Linear::apply(const at::Tensor& x) const {
   return bias_.defined() ? at::linear(x, weight_, bias_) : at::linear(x, weight_);
 }
 
+at::Tensor Linear::output_like(const at::Tensor& x) const {
+  auto shape = x.sizes().vec();
+  shape.back() = weight_.size(0);
+  return shaped_like(weight_, shape);
+}
+
 Embedding::Embedding(Module* parent, std::string name, std::int64_t rows, std::int64_t width)
     : Leaf(parent, std::move(name), kinds::embedding) {
   declare("weight", {rows, width}, weight_);
@@ -42,6 +52,12 @@ at::Tensor Embedding::apply(const at::Tensor& indices) const {
   // torch's own rule for shapes alone is written in Python, and may not be there.
   if (weight_.is_meta()) return weight_.index({indices});
   return at::embedding(weight_, indices);
+}
+
+at::Tensor Embedding::output_like(const at::Tensor& indices) const {
+  auto shape = indices.sizes().vec();
+  shape.push_back(weight_.size(1));
+  return shaped_like(weight_, shape);
 }
 
 RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double eps)

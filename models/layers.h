@@ -7,6 +7,10 @@
 
 namespace vlscope {
 
+/// A tensor of this shape without room for it: every element is the first of `weight`. Has its
+/// dtype and device.
+at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape);
+
 /// A module of one tensor in, one tensor out, and nothing nameable in between.
 class Leaf : public Module {
  public:
@@ -21,6 +25,7 @@ class Linear : public Leaf {
  public:
   Linear(Module* parent, std::string name, std::int64_t in, std::int64_t out, bool with_bias);
   at::Tensor apply(const at::Tensor& x) const override;
+  at::Tensor output_like(const at::Tensor& x) const override;
 
  private:
   at::Tensor weight_, bias_;
@@ -31,6 +36,7 @@ class Embedding : public Leaf {
  public:
   Embedding(Module* parent, std::string name, std::int64_t rows, std::int64_t width);
   at::Tensor apply(const at::Tensor& indices) const override;
+  at::Tensor output_like(const at::Tensor& indices) const override;
   const at::Tensor& weight() const { return weight_; }
 
  private:

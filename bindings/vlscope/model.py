@@ -80,6 +80,16 @@ def _check_device(device: str | torch.device) -> torch.device:
     return known
 
 
+def _check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype, also by its name; None (or "auto") for the stored one."""
+    known = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if known is None or known == "auto":
+        return None
+    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+        raise InputError(f"dtype is {dtype!r}; give a floating-point dtype of torch, as in torch.bfloat16")
+    return known
+
+
 def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> Path:
     """The folder of a checkpoint."""
     if isinstance(path_or_id, torch.nn.Module):
@@ -88,6 +98,8 @@ def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> Path:
         )
     if path_or_id == "demo":
         return _demo_folder()
+    if not os.fspath(path_or_id):
+        raise CheckpointNotFound('the path is empty: give a checkpoint folder, a hub id, or "demo"')
     path = Path(path_or_id)
     if path.is_dir():
         return path
@@ -194,7 +206,7 @@ class StandardizedTransformer(CausalLM):
         text, where = _read_config(folder)
         core = _core.Model.build(text, str(where), attn_implementation, task == "text-generation")
         self._folder, self._core = folder, core
-        self._dtype, self._device = dtype or torch_dtype, _check_device(device)
+        self._dtype, self._device = _check_dtype(dtype or torch_dtype), _check_device(device)
         self._copy = copy
         self._lock = threading.Lock()
         self._dispatched = False
@@ -272,7 +284,7 @@ class StandardizedTransformer(CausalLM):
 
     # --- running ---
 
-    def trace(self, prompt: Any = None, **inputs: Any) -> Any:
+    def trace(self, prompt: Any = ..., **inputs: Any) -> Any:
         """A forward of `prompt`, open inside a `with` block; see `Tracer`.
 
         `prompt` is a string, chat messages, token ids, a processor's encoding, or a list of these (a
@@ -287,8 +299,8 @@ class StandardizedTransformer(CausalLM):
         Raises:
             InputError: for inputs that do not fit the model or each other, before any compute.
         """
-        if prompt is None and not inputs:
-            return InvokeTracer(self)
+        if prompt is ...:
+            return self._tracer_for(**inputs) if inputs else InvokeTracer(self)
         return self._tracer_for(prompt, **inputs)
 
     def record(self, prompt: Any = None, *, keys: bool = False, **inputs: Any) -> Recording:
@@ -372,6 +384,8 @@ class StandardizedTransformer(CausalLM):
 
     def _prepare(self, prompt: Any = None, *, logits_to_keep: int = 0, **inputs: Any) -> _core.Inputs:
         """Whatever a trace accepts, as the tensors of one forward."""
+        if logits_to_keep:
+            logits_to_keep = _count("logits_to_keep", logits_to_keep)
         if isinstance(prompt, Recording):
             if inputs:
                 raise TypeError(f"a recording holds its own inputs; {', '.join(inputs)} cannot be given with it")
@@ -534,7 +548,10 @@ class StandardizedTransformer(CausalLM):
         if layer is not None:
             return _flat_support(self.layers[layer])
         rows: dict[str, Any] = dict(super().support())
-        rows.update(_list_support(self.layers))
+        blocks = _list_support(self.layers)
+        if self.task == "text-generation":
+            del blocks["deepstack_output"]
+        rows.update(blocks)
         if self.task == "image-text-to-text":
             rows.update({f"vision.{name}": reason for name, reason in self.vision.support().items()})
             blocks = _list_support(self.vision.layers)
@@ -624,7 +641,7 @@ class StandardizedTransformer(CausalLM):
             token_positions: index, slice or list along the tokens; all by default.
             batch_index: index, slice or list along the prompts; all by default.
         """
-        indices = [layers] if isinstance(layers, int) else layers
+        indices: Any = [layers] if np.ndim(layers) == 0 else layers
         count = self.num_layers
         rows = slice(None) if batch_index is None else batch_index
         tokens = slice(None) if token_positions is None else token_positions
@@ -632,7 +649,10 @@ class StandardizedTransformer(CausalLM):
             stream = self.layers[index].layer_output
             stream[rows, tokens] += factor * vector.to(stream)
 
-    def _layer_index(self, index: int, count: int) -> int:
+    def _layer_index(self, index: Any, count: int) -> int:
+        if isinstance(index, bool) or not hasattr(index, "__index__"):
+            raise TypeError(f"layer {index!r}: give the number of a block, 0 to {count - 1}")
+        index = operator.index(index)
         if not -count <= index < count:
             raise IndexError(f"layer {index}: the model has {count}, 0 to {count - 1}")
         return index % count

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, Unavailable, UnknownSite
@@ -78,7 +79,7 @@ def dims(model: StandardizedTransformer, site: str) -> tuple[str, ...]:
     place, order = model._sites[index], _order(model, index)
     owner = place.path.rpartition(".")[0]
     own = model.get(owner) if owner else model
-    for host in (own, *_modules(model)):
+    for host in chain([own], _modules(model)):
         for offset, value in enumerate(host._kind.values):
             named = host._values + offset
             if model._sites[named].slot == place.slot and model._core.order_of(named) == order:

@@ -316,6 +316,7 @@ class Module(_core.ModuleBase):
                 f"{self._site_path or 'the model'} ({type(self).__name__}) cannot be skipped: it gives more than one "
                 "tensor. Assign the values that it gives, or skip the blocks below it."
             )
+        tracer._core.check_replaceable(self._index)
         if value is None:
             value = self.input
         if isinstance(value, (tuple, list)):
@@ -388,6 +389,9 @@ class Module(_core.ModuleBase):
         except AttributeError:
             if hasattr(type(self), name):
                 raise
+            if name in self._names():
+                what = f"{self._site_path}.{name}".lstrip(".")
+                raise AttributeError(f"{what} cannot be assigned: assign its input or output in a trace") from None
             raise self._unknown(name) from None
 
     def _unknown(self, name: str) -> AttributeError:

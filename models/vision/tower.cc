@@ -54,6 +54,10 @@ at::Tensor PatchProjection::apply(const at::Tensor& x) const {
   return rows.view({x.size(0), weight_.size(0), 1, 1, 1});
 }
 
+at::Tensor PatchProjection::output_like(const at::Tensor& x) const {
+  return shaped_like(weight_, {x.size(0), weight_.size(0), 1, 1, 1});
+}
+
 PatchEmbed::PatchEmbed(Module* parent, std::string name, const VisionConfig& config, bool with_bias)
     : Module(parent, std::move(name), kinds::patch_embed),
       proj(this, "proj", config, with_bias),
@@ -69,6 +73,10 @@ Flow<at::Tensor> PatchEmbed::operator()(Trace& trace, at::Tensor pixels) const {
   }
   co_await trace.at(output, pixels);
   co_return pixels;
+}
+
+at::Tensor PatchEmbed::output_like(const at::Tensor& pixels) const {
+  return shaped_like(proj.weight(), {pixels.size(0), proj.weight().size(0)});
 }
 
 VisionRotary::VisionRotary(Module* parent, std::string name, const VisionConfig& config)
@@ -186,6 +194,10 @@ Merger::Merger(Module* parent, std::string name, const Kind& kind, const VisionC
                  config.out_hidden_size, true),
       block_width_(config.hidden_size * block_area(config)),
       norm_(norm) {}
+
+at::Tensor Merger::output_like(const at::Tensor& x) const {
+  return linear_fc2.output_like(x.reshape({-1, block_width_}));
+}
 
 Flow<at::Tensor> Merger::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);

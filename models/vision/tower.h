@@ -48,6 +48,8 @@ class PatchProjection : public Leaf {
   /// `[patches, channels, frames, side, side]` -> `[patches, hidden, 1, 1, 1]`. In float32 on the
   /// CPU by the convolution, whose bits are the reference's; elsewhere by the equal matrix product.
   at::Tensor apply(const at::Tensor& x) const override;
+  at::Tensor output_like(const at::Tensor& x) const override;
+  const at::Tensor& weight() const { return weight_; }
   at::ScalarType dtype() const { return weight_.scalar_type(); }
 
  private:
@@ -59,6 +61,7 @@ class PatchEmbed : public Module {
  public:
   PatchEmbed(Module* parent, std::string name, const VisionConfig& config, bool with_bias);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor pixels) const;
+  at::Tensor output_like(const at::Tensor& pixels) const override;
 
   PatchProjection proj;
 
@@ -155,6 +158,7 @@ class Merger : public Module {
   Merger(Module* parent, std::string name, const Kind& kind, const VisionConfig& config, Norm norm);
   /// `[patches, hidden]` -> `[image_tokens, out_hidden_size]`.
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
+  at::Tensor output_like(const at::Tensor& x) const override;
 
   LayerNorm norm;
   Linear linear_fc1;
