@@ -61,6 +61,11 @@ py::dict config_dict(const Config& config) {
                      "num_kv_heads"_a = text.num_key_value_heads, "head_dim"_a = text.head_dim,
                      "qk_head_dim"_a = text.head_dim,
                      "intermediate_size"_a = text.intermediate_size);
+  if (const auto& mixture = text.mixture) {
+    text_dict["num_experts"] = mixture->num_experts;
+    text_dict["top_k"] = mixture->top_k;
+    text_dict["moe_intermediate_size"] = mixture->intermediate_size;
+  }
   py::dict vision_dict(
       "num_layers"_a = vision.depth, "vision_hidden_size"_a = vision.hidden_size,
       "hidden_size"_a = vision.hidden_size, "num_heads"_a = vision.num_heads,
@@ -187,6 +192,8 @@ void register_model(py::module_& module) {
       .def_readonly("slot", &Site::slot)
       .def_property_readonly("images_axis",
                              [](const Site& self) { return self.view == View::kImagesAxis; })
+      .def_property_readonly("batch_axis",
+                             [](const Site& self) { return self.view == View::kBatchAxis; })
       .def_readonly("read_only", &Site::read_only)
       .def_readonly("unavailable", &Site::unavailable)
       .def_readonly("list", &Site::list);

@@ -203,9 +203,7 @@ weight.)",
          "what the shared expert adds, its gate included", "shared_expert_output"},
         {"mlp_output", "Residual", "batch seq hidden_size", "what the MLP adds to the stream",
          "output", 0},
-    },
-    {},
-    /*keeps_shape=*/true};
+    }};
 
 const Kind router{
     "Router",
@@ -221,10 +219,7 @@ const Kind experts{
 are computed, and only their weights are read. act_fn runs on the rows of all slots, sorted by expert.)",
     {{"hidden_states"}, {"top_k_index"}, {"top_k_weights"}},
     Form::kTensor,
-    {{"hidden_states"}},
-    {},
-    {},
-    /*keeps_shape=*/true};
+    {{"hidden_states"}}};
 
 const Kind text_rotary{
     "TextRotary",

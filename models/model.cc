@@ -14,6 +14,7 @@
 #include "core/logging.h"
 #include "core/text.h"
 #include "models/qwen3_vl.h"
+#include "models/qwen3_vl_moe.h"
 
 namespace vlscope {
 namespace {
@@ -26,7 +27,8 @@ std::unique_ptr<CausalLM> build_family(const Config& config, Attention attention
 }
 
 const std::map<std::string, Builder>& families() {
-  static const std::map<std::string, Builder> families = {{"qwen3_vl", build_family<Qwen3VL>}};
+  static const std::map<std::string, Builder> families = {
+      {"qwen3_vl", build_family<Qwen3VL>}, {"qwen3_vl_moe", build_family<Qwen3VLMoe>}};
   return families;
 }
 

@@ -44,6 +44,7 @@ class Site:
     path: str
     slot: int
     images_axis: bool
+    batch_axis: bool
     read_only: str
     unavailable: str
     list: bool

@@ -474,9 +474,10 @@ class StandardizedTransformer(CausalLM):
         >>> model.scan("Hello")["layers.0.self_attn.attention_queries"].shape
         torch.Size([1, 4, 1, 32])
         """
+        prepared = self._prepare(prompt, **inputs)
         offered = {
             (order, slot): torch.empty(shape, dtype=dtype, device="meta")
-            for order, slot, shape, dtype in self._core.scan(self._prepare(prompt, **inputs))
+            for order, slot, shape, dtype in self._core.scan(prepared)
         }
         found: dict[str, Any] = {}
         for index, place in enumerate(self._sites):
@@ -487,8 +488,12 @@ class StandardizedTransformer(CausalLM):
             if place.list:
                 rest = [part for (at, slot), part in offered.items() if at == order and slot >= place.slot]
                 found.setdefault(place.path, tuple(rest))
-            else:
-                found.setdefault(place.path, value[None] if place.images_axis else value)
+                continue
+            if place.images_axis:
+                value = value[None]
+            elif place.batch_axis:
+                value = value.unflatten(0, (len(prepared.input_ids), -1))
+            found.setdefault(place.path, value)
         return found
 
     # --- what stands in every trace ---

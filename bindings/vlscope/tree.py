@@ -537,6 +537,7 @@ SIZES_OF: dict[str, tuple[str, ...]] = {
         "spatial_merge_size",
         "window_size",
     ),
+    "TextMixture": ("num_experts", "top_k", "moe_intermediate_size"),
 }
 for _kind, _names in SIZES_OF.items():
     for _name in _names:
