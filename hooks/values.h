@@ -68,8 +68,8 @@ struct Kind {
 namespace kinds {
 extern const Kind causal_lm, multimodal_model, text_model, text_layer, text_attention, text_mlp,
     text_mixture, router, experts, text_rotary, vision, vision_layer, vision_attention, vision_mlp,
-    vision_rotary, patch_embed, projector, merger, linear, conv3d, embedding, rms_norm, layer_norm,
-    activation;
+    vision_rotary, patch_embed, projector, merger, sequential, linear, conv3d, embedding, rms_norm,
+    layer_norm, activation;
 }  // namespace kinds
 
 /// Every kind, in the order of the reference pages.

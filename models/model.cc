@@ -13,6 +13,8 @@
 #include "core/errors.h"
 #include "core/logging.h"
 #include "core/text.h"
+#include "models/qwen2_5_vl.h"
+#include "models/qwen2_vl.h"
 #include "models/qwen3_vl.h"
 #include "models/qwen3_vl_moe.h"
 
@@ -28,7 +30,11 @@ std::unique_ptr<CausalLM> build_family(const Config& config, Attention attention
 
 const std::map<std::string, Builder>& families() {
   static const std::map<std::string, Builder> families = {
-      {"qwen3_vl", build_family<Qwen3VL>}, {"qwen3_vl_moe", build_family<Qwen3VLMoe>}};
+      {"qwen2_vl", build_family<Qwen2VL>},
+      {"qwen2_5_vl", build_family<Qwen25VL>},
+      {"qwen3_vl", build_family<Qwen3VL>},
+      {"qwen3_vl_moe", build_family<Qwen3VLMoe>},
+  };
   return families;
 }
 
@@ -170,7 +176,8 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
                     options.images ? "images" : "videos"));
   }
   options.foreign = {inputs.input_ids,           inputs.attention_mask, inputs.pixel_values,
-                     inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw};
+                     inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw,
+                     inputs.second_per_grid_ts};
   if (const auto& recorded = inputs.replay.from) {
     for (const at::Tensor& tensor : recorded->tensors()) options.foreign.push_back(tensor);
   }

@@ -28,7 +28,15 @@ __all__ = ["StandardizedTransformer", "load", "weight_counts"]
 
 _TASKS = ("image-text-to-text", "text-generation")
 _TENSORS = frozenset(
-    ("input_ids", "attention_mask", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+    (
+        "input_ids",
+        "attention_mask",
+        "pixel_values",
+        "pixel_values_videos",
+        "image_grid_thw",
+        "video_grid_thw",
+        "second_per_grid_ts",
+    )
 )
 #: Part of a processor's encoding, and not needed: positions follow from the ids and the grids.
 _IGNORED = ("mm_token_type_ids", "token_type_ids")
@@ -241,7 +249,7 @@ class StandardizedTransformer(CausalLM):
 
     @property
     def family(self) -> str:
-        """`model_type` of the checkpoint: "qwen3_vl"."""
+        """`model_type` of the checkpoint: "qwen3_vl", "qwen2_5_vl", ..."""
         return self._config["model_type"]
 
     @property
@@ -292,7 +300,8 @@ class StandardizedTransformer(CausalLM):
         lists of frames, or arrays [frames, height, width, 3], and go with `video_metadata=[{"fps":
         24}]` and one of `fps=` (frames to take a second), `num_frames=` and
         `do_sample_frames=False`. Instead of a prompt the tensors can be given: `input_ids=,
-        attention_mask=, pixel_values=, pixel_values_videos=, image_grid_thw=, video_grid_thw=`.
+        attention_mask=, pixel_values=, pixel_values_videos=, image_grid_thw=, video_grid_thw=,
+        second_per_grid_ts=`.
         `logits_to_keep=n` computes the logits of the last n positions only.
         Without any input, a block for several forwards: see `InvokeTracer`.
 
