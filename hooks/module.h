@@ -42,11 +42,12 @@ class Location {
 };
 
 /// A parameter of a module: its name there ("weight"), the shape that the config gives it, and the
-/// tensor that holds it.
+/// tensor that holds it. `expert_parts`: see WeightSpec.
 struct Parameter {
   std::string name;
   std::vector<std::int64_t> shape;
   at::Tensor* tensor;
+  std::vector<std::string> expert_parts = {};
 };
 
 /// A node of the tree. Derived classes hold their children as members and are called as the
@@ -84,6 +85,9 @@ class Module {
  protected:
   /// Declares a parameter: the one place where its name and shape are written.
   void declare(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor);
+  /// The same for a parameter `[experts, out, in]`, which a checkpoint may store in these parts.
+  void declare_experts(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor,
+                       std::vector<std::string> parts);
 
  private:
   friend class Location;

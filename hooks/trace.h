@@ -50,6 +50,7 @@ class Trace {
   using Visitor = std::function<void(const Location&, at::Tensor* const* live, std::size_t count)>;
 
   struct Options {
+    std::int64_t batch = 1;           ///< Prompts in the input.
     bool images = false;              ///< The input carries images.
     bool videos = false;              ///< The input carries videos.
     bool later_step = false;          ///< A step of a generation after the prompt's.
@@ -200,6 +201,7 @@ class Trace {
   void check_given(const Site& site) const;
   at::Tensor& live(const Site& site);
   at::Tensor serve(const Site& site);
+  at::Tensor through(View view, const at::Tensor& tensor) const;
   bool edited() const;
   void remember(const Site& site, const at::Tensor& tensor);
   bool is_foreign(const at::Tensor& tensor) const;

@@ -39,7 +39,8 @@ CausalLM::CausalLM(const Config& config)
 Flow<at::Tensor> CausalLM::forward(Trace& trace, Inputs inputs) const {
   const bool edited =
       co_await trace.at(input, inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
-                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw);
+                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw,
+                        inputs.second_per_grid_ts);
   if (edited) inputs = checked(inputs, config_);
   at::Tensor hidden = co_await hidden_states(trace, inputs);
   at::Tensor result = co_await head(trace, std::move(hidden), inputs);

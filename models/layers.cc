@@ -7,6 +7,7 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <fmt/format.h>
 
@@ -91,9 +92,13 @@ Activation::Activation(Module* parent, std::string name, const std::string& func
     function_ = [](const at::Tensor& x) { return at::gelu(x); };
   } else if (function == "gelu_pytorch_tanh") {
     function_ = [](const at::Tensor& x) { return at::gelu(x, "tanh"); };
+  } else if (function == "quick_gelu") {
+    function_ = [](const at::Tensor& x) { return x * at::sigmoid(1.702 * x); };
   } else {
-    throw ConfigError(fmt::format(
-        "hidden_act is \"{}\"; known are \"silu\", \"gelu\" and \"gelu_pytorch_tanh\".", function));
+    throw ConfigError(
+        fmt::format("hidden_act is \"{}\"; known are \"silu\", \"gelu\", \"gelu_pytorch_tanh\" and "
+                    "\"quick_gelu\".",
+                    function));
   }
 }
 

@@ -66,8 +66,8 @@ class LayerNorm : public Leaf {
   at::Tensor weight_, bias_;
 };
 
-/// An elementwise activation by the name that config.json gives it: "silu", "gelu" (exact, by erf)
-/// or "gelu_pytorch_tanh".
+/// An elementwise activation by the name that config.json gives it: "silu", "gelu" (exact, by erf),
+/// "gelu_pytorch_tanh" or "quick_gelu" (x * sigmoid(1.702 x)).
 class Activation : public Leaf {
  public:
   /// @throws ConfigError if the name is another.

@@ -44,6 +44,7 @@ class Site:
     path: str
     slot: int
     images_axis: bool
+    batch_axis: bool
     read_only: str
     unavailable: str
     list: bool
@@ -139,11 +140,13 @@ class ImageOptions:
 
 class VideoOptions:
     frames: ImageOptions
+    bounds_frames: bool
     cap_pixels_per_frame: bool
     max_video_tokens: int
     def __init__(self) -> None: ...
     def check(self) -> None: ...
 
+def window_places(grid: tuple[int, int, int], merge: int, side: int) -> torch.Tensor: ...
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]: ...
 def processed_size(height: int, width: int, options: ImageOptions) -> tuple[int, int]: ...
 def processed_video_size(frames: int, height: int, width: int, options: VideoOptions) -> tuple[int, int]: ...

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ExpertIndices",
+    "ExpertOutputs",
+    "ExpertWeights",
     "HeadOutputs",
     "ImageFeatures",
     "ImagePattern",
@@ -22,6 +25,7 @@ __all__ = [
     "Pattern",
     "Queries",
     "Residual",
+    "RouterLogits",
     "Tokens",
     "Values",
 ]
@@ -60,6 +64,10 @@ Values = Layout("Values", "batch kv_heads seq head_dim")
 Pattern = Layout("Pattern", "batch heads query key")
 ImagePattern = Layout("ImagePattern", "heads query key")
 HeadOutputs = Layout("HeadOutputs", "batch seq heads head_dim")
+RouterLogits = Layout("RouterLogits", "batch seq experts")
+ExpertWeights = Layout("ExpertWeights", "batch seq top_k")
+ExpertIndices = Layout("ExpertIndices", "batch seq top_k", "int")
+ExpertOutputs = Layout("ExpertOutputs", "batch seq top_k hidden_size")
 Patches = Layout("Patches", "images patches vision_hidden_size")
 ImageTokenMask = Layout("ImageTokenMask", "batch seq", "bool")
 ImageFeatures = Layout("ImageFeatures", "image_tokens hidden_size")

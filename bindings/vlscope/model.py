@@ -28,7 +28,15 @@ __all__ = ["StandardizedTransformer", "load", "weight_counts"]
 
 _TASKS = ("image-text-to-text", "text-generation")
 _TENSORS = frozenset(
-    ("input_ids", "attention_mask", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+    (
+        "input_ids",
+        "attention_mask",
+        "pixel_values",
+        "pixel_values_videos",
+        "image_grid_thw",
+        "video_grid_thw",
+        "second_per_grid_ts",
+    )
 )
 #: Part of a processor's encoding, and not needed: positions follow from the ids and the grids.
 _IGNORED = ("mm_token_type_ids", "token_type_ids")
@@ -241,7 +249,7 @@ class StandardizedTransformer(CausalLM):
 
     @property
     def family(self) -> str:
-        """`model_type` of the checkpoint: "qwen3_vl"."""
+        """`model_type` of the checkpoint: "qwen3_vl", "qwen2_5_vl", ..."""
         return self._config["model_type"]
 
     @property
@@ -292,7 +300,8 @@ class StandardizedTransformer(CausalLM):
         lists of frames, or arrays [frames, height, width, 3], and go with `video_metadata=[{"fps":
         24}]` and one of `fps=` (frames to take a second), `num_frames=` and
         `do_sample_frames=False`. Instead of a prompt the tensors can be given: `input_ids=,
-        attention_mask=, pixel_values=, pixel_values_videos=, image_grid_thw=, video_grid_thw=`.
+        attention_mask=, pixel_values=, pixel_values_videos=, image_grid_thw=, video_grid_thw=,
+        second_per_grid_ts=`.
         `logits_to_keep=n` computes the logits of the last n positions only.
         Without any input, a block for several forwards: see `InvokeTracer`.
 
@@ -474,9 +483,10 @@ class StandardizedTransformer(CausalLM):
         >>> model.scan("Hello")["layers.0.self_attn.attention_queries"].shape
         torch.Size([1, 4, 1, 32])
         """
+        prepared = self._prepare(prompt, **inputs)
         offered = {
             (order, slot): torch.empty(shape, dtype=dtype, device="meta")
-            for order, slot, shape, dtype in self._core.scan(self._prepare(prompt, **inputs))
+            for order, slot, shape, dtype in self._core.scan(prepared)
         }
         found: dict[str, Any] = {}
         for index, place in enumerate(self._sites):
@@ -487,8 +497,12 @@ class StandardizedTransformer(CausalLM):
             if place.list:
                 rest = [part for (at, slot), part in offered.items() if at == order and slot >= place.slot]
                 found.setdefault(place.path, tuple(rest))
-            else:
-                found.setdefault(place.path, value[None] if place.images_axis else value)
+                continue
+            if place.images_axis:
+                value = value[None]
+            elif place.batch_axis:
+                value = value.unflatten(0, (len(prepared.input_ids), -1))
+            found.setdefault(place.path, value)
         return found
 
     # --- what stands in every trace ---

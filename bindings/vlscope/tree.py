@@ -481,6 +481,13 @@ def attention_row(
     return result.squeeze(1) if isinstance(heads, SupportsIndex) else result
 
 
+def __getitem__(self: Module, index: SupportsIndex) -> Module:  # of a Sequential
+    """The module at a place; negative ones count from the end."""
+    (place,) = _indices(index, len(self._children), f"{self._site_path}: module")
+    child: Module = self._children[str(place)]
+    return child
+
+
 def _make_class(kind: _core.Kind) -> type[Module]:
     values = {value.name: Value(value, offset) for offset, value in enumerate(kind.values)}
     namespace = {"__slots__": (), "__doc__": kind.doc, "__module__": __name__, "_kind": kind}
@@ -494,7 +501,10 @@ KINDS: dict[str, type[Module]] = {kind.name: _make_class(kind) for kind in _core
 globals().update(KINDS)
 
 #: What a kind can be asked beside its values.
-METHODS: dict[str, tuple[Callable[..., Any], ...]] = {"TextAttention": (attention_row,)}
+METHODS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "TextAttention": (attention_row,),
+    "Sequential": (__getitem__,),
+}
 for _kind, _methods in METHODS.items():
     for _method in _methods:
         setattr(KINDS[_kind], _method.__name__, _method)
@@ -537,6 +547,7 @@ SIZES_OF: dict[str, tuple[str, ...]] = {
         "spatial_merge_size",
         "window_size",
     ),
+    "TextMixture": ("num_experts", "top_k", "moe_intermediate_size"),
 }
 for _kind, _names in SIZES_OF.items():
     for _name in _names:

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/clone.h>
 
 #include <optional>
 #include <string>
@@ -31,6 +32,17 @@ class VisionTower : public Module {
 
 /// The norms of a tower, whatever its config says.
 inline constexpr double kVisionNormEps = 1e-6;
+
+/// Patches that become one image token.
+inline std::int64_t block_area(const VisionConfig& config) {
+  return config.spatial_merge_size * config.spatial_merge_size;
+}
+
+/// A stream that has been read and will be offered again. A graph keeps what its operations have
+/// read, so an edit from here on goes to a tensor of its own.
+inline at::Tensor beyond_its_reader(const at::Tensor& x) {
+  return x.requires_grad() ? x.clone() : x;
+}
 
 /// What every block of the tower reads besides the stream. Cheap to copy: tensors are shared.
 struct VisionContext {
@@ -107,15 +119,27 @@ class VisionAttention : public Module {
   bool eager_;
 };
 
-/// linear_fc2(gelu(linear_fc1(x))).
-class VisionMlp : public Module {
+/// Linear, activation, linear.
+class TwoLayerMlp : public Module {
  public:
-  VisionMlp(Module* parent, std::string name, const VisionConfig& config);
+  /// What the family calls the three.
+  struct Names {
+    const char *up, *act_fn, *down;
+  };
+  TwoLayerMlp(Module* parent, std::string name, const VisionConfig& config, const Names& names);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
 
-  Linear linear_fc1;
-  Activation act_fn;
-  Linear linear_fc2;
+ private:
+  Linear up_;
+  Activation act_fn_;
+  Linear down_;
+};
+
+/// linear_fc2(gelu(linear_fc1(x))).
+class VisionMlp : public TwoLayerMlp {
+ public:
+  VisionMlp(Module* parent, std::string name, const VisionConfig& config)
+      : TwoLayerMlp(parent, std::move(name), config, {"linear_fc1", "act_fn", "linear_fc2"}) {}
 };
 
 /// h = x + attn(norm1(x));  out = h + mlp(norm2(h)).
