@@ -596,7 +596,7 @@ class StandardizedTransformer(CausalLM):
 
     def rank(self, name: str, layer: int | None = None) -> Any:
         """Place of a value within its block: 0 for its input; a smaller rank is served earlier, an
-        equal one at the same location; None if it is not served.
+        equal one at the same location; None if it is not served. The block is the first that has the value.
 
         With `layer`, the place in the whole forward, to compare with others: `(layer, rank)`, the
         layer counted from the front. A value of the whole model ranks among those, `(-1, rank)` if
@@ -608,8 +608,8 @@ class StandardizedTransformer(CausalLM):
         True
         """
         index = 0 if layer is None else self._layer_index(layer, self.num_layers)
-        block = self.layers[index]
-        for hosts in ([block, *block._children.values()], [self]):
+        blocks = self.layers if layer is None else [self.layers[index]]
+        for hosts in (*([block, *block._children.values()] for block in blocks), [self]):
             orders = self._value_orders(hosts)
             if name not in orders:
                 continue
@@ -748,12 +748,12 @@ def _flat_support(block: Any) -> dict[str, str | None]:
 
 
 def _list_support(blocks: ModuleList[Any]) -> dict[str, Any]:
-    """The support of many blocks, as one row a value."""
+    """The support of many blocks, as one row a value that any of them has."""
     each = [_flat_support(block) for block in blocks]
     rows: dict[str, Any] = {}
-    for name in each[0]:
-        missing = {i: row[name] for i, row in enumerate(each) if row[name] is not None}
-        rows[name] = missing or None
+    for name in dict.fromkeys(name for row in each for name in row):
+        reasons = {i: row.get(name, f"a block of another kind, without {name}") for i, row in enumerate(each)}
+        rows[name] = {i: reason for i, reason in reasons.items() if reason is not None} or None
     return rows
 
 
