@@ -195,8 +195,11 @@ def models_page() -> str:
         card += card_text("Vision Config", cards["vision_card"])
         parts.append(f"## Qwen3-VL {size.upper()}\n\n```text\n{card}\n```")
     tree = "\n".join(tree_text(shell(configs["2b"])))
-    parts.append(f"## The tree\n\nOf the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a mixture of
-experts for each `mlp`, see [families](families.md).\n\n```text\n{tree}\n```\n")
+    about = (
+        "Of the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a mixture of\n"
+        "experts for each `mlp`, see [families](families.md)."
+    )
+    parts.append(f"## The tree\n\n{about}\n\n```text\n{tree}\n```\n")
     return "\n\n".join(parts)
 
 
