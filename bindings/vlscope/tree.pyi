@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, NoReturn, SupportsIndex, TypeVar, overload
 
 import torch
 
@@ -137,7 +137,7 @@ layer_output is the stream before that add."""
 
     output: torch.Tensor
     input_layernorm: RMSNorm
-    mlp: TextMLP
+    mlp: TextMLP | TextMixture
     post_attention_layernorm: RMSNorm
     self_attn: TextAttention
     layer_input: torch.Tensor
@@ -149,7 +149,8 @@ layer_output is the stream before that add."""
     block."""
 
 class TextAttention(Module):
-    """Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE.
+    """Grouped-query attention of a text block: projections, in the Qwen3 lines q_norm and k_norm of
+each head, then M-RoPE.
 
 attention_row(query, heads) gives rows of attention_probabilities without making the whole."""
 
@@ -161,9 +162,9 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     q_proj: Linear
     v_proj: Linear
     attention_queries: torch.Tensor
-    """Queries [batch heads seq head_dim]: queries after the norm of each head and M-RoPE."""
+    """Queries [batch heads seq head_dim]: queries after M-RoPE (in the Qwen3 lines, of normed heads)."""
     attention_keys: torch.Tensor
-    """Keys [batch kv_heads seq head_dim]: keys after the norm of each head and M-RoPE."""
+    """Keys [batch kv_heads seq head_dim]: keys after M-RoPE (in the Qwen3 lines, of normed heads)."""
     attention_values: torch.Tensor
     """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
@@ -206,6 +207,54 @@ class TextMLP(Module):
     mlp_output: torch.Tensor
     """Residual [batch seq hidden_size]: what the MLP adds to the stream."""
 
+class TextMixture(Module):
+    """A mixture of experts in the place of a block's MLP.
+
+    routed_output = expert_outputs.sum(2);  mlp_output = routed_output [+ shared_expert_output]
+
+where expert_outputs[b, t, j] is expert_weights[b, t, j] times what expert expert_indices[b, t, j]
+makes of the token. Weights are the largest of the router's softmax, divided by their sum. Editing
+router_logits routes anew; a weight of zero takes a slot out; an index that is changed keeps its
+weight."""
+
+    output: torch.Tensor
+    experts: Experts
+    gate: Router
+    moe_intermediate_size: int
+    num_experts: int
+    top_k: int
+    router_logits: torch.Tensor
+    """RouterLogits [batch seq experts]: the router's score of each expert, before the softmax."""
+    expert_weights: torch.Tensor
+    """ExpertWeights [batch seq top_k]: the weights of the chosen experts, in descending order of the router; they
+    sum to 1."""
+    expert_indices: torch.Tensor
+    """ExpertIndices [batch seq top_k]: which experts are chosen, in the same order."""
+    expert_outputs: torch.Tensor
+    """ExpertOutputs [batch seq top_k hidden_size]: what each chosen expert adds, weight included."""
+    routed_output: torch.Tensor
+    """Residual [batch seq hidden_size]: the sum of what the chosen experts add."""
+    shared_expert_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the shared expert adds, its gate included."""
+    mlp_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the MLP adds to the stream."""
+
+class Router(Module):
+    """The router of a mixture, on all tokens of all prompts in one row: softmax(W x) in float32, the
+largest of it divided by their sum."""
+
+    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    weight: torch.Tensor
+
+class Experts(Module):
+    """The experts of a mixture, on all tokens of all prompts in one row. Only those that a token goes to
+are computed, and only their weights are read. act_fn runs on the rows of all slots, sorted by expert."""
+
+    output: torch.Tensor
+    act_fn: Activation
+    down_proj: torch.Tensor
+    gate_up_proj: torch.Tensor
+
 class TextRotary(Module):
     """M-RoPE tables: cos and sin, folded from the time, height and width positions."""
 
@@ -216,10 +265,13 @@ class Vision(Module):
 row of patches, in merge-block order: each four consecutive rows are the 2 x 2 block that becomes
 one image or video token.
 
-An image reaches the text model by image_features, scattered at the image tokens, and by each
-layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video by video_features and
-the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
-prompt (visual_token_mask), and the tower the images first."""
+An image reaches the text model by image_features, scattered at the image tokens, and in families
+with DeepStack by each layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video
+by video_features and the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
+prompt (visual_token_mask), and the tower the images first.
+
+Qwen2.5-VL orders each frame by windows between patch_embeddings and layers[0], and back between
+projector.output and image_features."""
 
     output: Record
     blocks: ModuleList[VisionLayer]
@@ -269,8 +321,8 @@ so layer_input + attention_output + mlp_output == layer_output, bit for bit."""
     output: torch.Tensor
     attn: VisionAttention
     mlp: VisionMLP
-    norm1: LayerNorm
-    norm2: LayerNorm
+    norm1: LayerNorm | RMSNorm
+    norm2: LayerNorm | RMSNorm
     self_attn: VisionAttention
     layer_input: torch.Tensor
     """Patches [images patches vision_hidden_size]: the stream entering the block."""
@@ -278,7 +330,8 @@ so layer_input + attention_output + mlp_output == layer_output, bit for bit."""
     """Patches [images patches vision_hidden_size]: the stream leaving the block."""
 
 class VisionAttention(Module):
-    """Attention of a vision block, within each image (and video frame).
+    """Attention of a vision block, within each image (and video frame); in most blocks of Qwen2.5-VL
+within each window.
 
     image_attention_probabilities[j] @ attention_values[0, :, a:b]
         == attention_head_outputs[0, a:b].transpose(0, 1)
@@ -296,29 +349,42 @@ with a, b = cu_seqlens[j], cu_seqlens[j + 1]."""
     """Values [images heads patches head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
     """Pattern unavailable: scaled and masked scores; a masked score is the dtype's least number. no one tensor is
-    the block's pattern: the attention runs once per image, over the slices that cu_seqlens marks. Read
+    the block's pattern: the attention runs once per image (or window), over the slices that cu_seqlens marks. Read
     image_attention_probabilities, or softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1,
     -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
     attention_probabilities: torch.Tensor
     """Pattern unavailable: softmax of the scores. no one tensor is the block's pattern: the attention runs once per
-    image, over the slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the scores of each
-    slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
+    image (or window), over the slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the
+    scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim **
+    -0.5).softmax(-1)."""
     image_attention_scores: Tensors
-    """tuple of ImagePattern [heads query key]: scaled scores of each image and video frame."""
+    """tuple of ImagePattern [heads query key]: scaled scores of each image and video frame; of each window in
+    windowed blocks."""
     image_attention_probabilities: Tensors
-    """tuple of ImagePattern [heads query key]: softmax of the scores of each image and video frame."""
+    """tuple of ImagePattern [heads query key]: softmax of the scores of each image and video frame; of each window
+    in windowed blocks."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [images patches heads head_dim]: each head's weighted sum of values."""
     attention_output: torch.Tensor
     """Patches [images patches vision_hidden_size]: what the attention adds to the stream."""
 
 class VisionMLP(Module):
-    """linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form."""
+    """The MLP of a vision block.
+
+    Qwen3 lines   linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form
+    Qwen2.5-VL    down_proj(silu(gate_proj(x)) * up_proj(x))
+    Qwen2-VL      fc2(h * sigmoid(1.702 h)) with h = fc1(x)"""
 
     output: torch.Tensor
+    act: Activation
     act_fn: Activation
+    down_proj: Linear
+    fc1: Linear
+    fc2: Linear
+    gate_proj: Linear
     linear_fc1: Linear
     linear_fc2: Linear
+    up_proj: Linear
     mlp_output: torch.Tensor
     """Patches [images patches vision_hidden_size]: what the MLP adds to the stream."""
 
@@ -328,7 +394,7 @@ class VisionRotary(Module):
     output: tuple[torch.Tensor, torch.Tensor]
 
 class PatchEmbed(Module):
-    """Projects each patch of 2 x 16 x 16 pixels to one vector."""
+    """Projects each patch of pixels (2 x 16 x 16; 2 x 14 x 14 in the Qwen2 lines) to one vector."""
 
     output: torch.Tensor
     proj: Conv3d
@@ -340,6 +406,8 @@ class Projector(Module):
     act_fn: Activation
     linear_fc1: Linear
     linear_fc2: Linear
+    ln_q: RMSNorm | LayerNorm
+    mlp: Sequential
     norm: LayerNorm
 
 class Merger(Module):
@@ -350,6 +418,13 @@ class Merger(Module):
     linear_fc1: Linear
     linear_fc2: Linear
     norm: LayerNorm
+
+class Sequential(Module):
+    """Modules that run one after the other: sequential[0], sequential[1], ..."""
+
+    output: torch.Tensor
+    def __getitem__(self, index: SupportsIndex) -> Module:
+        """The module at a place; negative ones count from the end."""
 
 class Linear(Module):
     """y = x W^T + b."""
