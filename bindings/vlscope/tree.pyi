@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Generic, NoReturn, TypeVar, overload
+from typing import Any, Generic, NoReturn, SupportsIndex, TypeVar, overload
 
 import torch
 
@@ -423,9 +423,6 @@ class Sequential(Module):
     """Modules that run one after the other: sequential[0], sequential[1], ..."""
 
     output: torch.Tensor
-    0: Linear
-    1: Activation
-    2: Linear
     def __getitem__(self, index: SupportsIndex) -> Module:
         """The module at a place; negative ones count from the end."""
 

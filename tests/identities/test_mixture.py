@@ -292,7 +292,7 @@ def test_support_and_printout_tell_of_the_mixture(name, model):
     printed = repr(model.layers[sparse[0]].mlp)
     for value in VALUES:
         assert value in printed
-    assert model.layers[sparse[0]].mlp.num_experts == model.config["text_config"]["num_experts"]
+    assert model.layers[sparse[0]].mlp.num_experts == tiny.CONFIGS[name]["text_config"]["num_experts"]
     with pytest.raises(vlscope.Unavailable, match="no shared expert"):
         model.layers[sparse[0]].mlp.shared_expert_output
 
