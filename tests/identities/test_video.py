@@ -144,7 +144,7 @@ def test_a_video_of_one_frame_is_an_image_under_another_token(model, prompts):
         "pixel_values_videos": inputs["pixel_values"],
         "video_grid_thw": inputs["image_grid_thw"],
     }
-    sites = ("vision.{}_features", "layers.0.deepstack_output", "layers.1.layer_output", "logits")
+    sites = ("vision.{}_features", "layers.1.layer_input", "layers.1.layer_output", "logits")
     as_image = collect(model, inputs, *(site.format("image") for site in sites))
     as_video = collect(model, video, *(site.format("video") for site in sites))
     for a, b in zip(as_image, as_video, strict=True):
