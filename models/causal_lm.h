@@ -34,7 +34,7 @@ class CausalLM : public Module {
  protected:
   /// Ids and pixels to the stream behind the final norm, `[batch, seq, hidden]`.
   virtual Flow<at::Tensor> hidden_states(Trace& trace, Inputs& inputs) const = 0;
-  virtual const RmsNorm& final_norm() const = 0;
+  virtual const Leaf& final_norm() const = 0;
 
  private:
   Flow<at::Tensor> head(Trace& trace, at::Tensor hidden, const Inputs& inputs) const;

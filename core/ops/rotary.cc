@@ -16,7 +16,7 @@ at::Tensor rotate_half(const at::Tensor& x) {
 }
 
 /// Folds tables of the three axes `[3, batch, seq, frequencies]` into one, and doubles it.
-at::Tensor fold_axes(const at::Tensor& table, const std::vector<std::int64_t>& section) {
+at::Tensor interleave_axes(const at::Tensor& table, const std::vector<std::int64_t>& section) {
   using at::indexing::Slice;
   at::Tensor folded = table[0];
   for (std::int64_t axis = 1; axis < 3; ++axis) {
@@ -25,6 +25,24 @@ at::Tensor fold_axes(const at::Tensor& table, const std::vector<std::int64_t>& s
         .copy_(table[axis].index({at::indexing::Ellipsis, frequencies}));
   }
   return at::cat({folded, folded}, -1);
+}
+
+/// The same, by sections.
+at::Tensor join_axes(const at::Tensor& table, const std::vector<std::int64_t>& section) {
+  std::vector<at::Tensor> parts = table.split_with_sizes(section, -1);
+  for (std::size_t axis = 0; axis < parts.size(); ++axis) {
+    parts[axis] = parts[axis][static_cast<std::int64_t>(axis)];
+  }
+  const at::Tensor folded = at::cat(parts, -1);
+  return at::cat({folded, folded}, -1);
+}
+
+/// `[3, batch, seq, frequencies]`.
+at::Tensor mrope_angles(const at::Tensor& positions, const at::Tensor& inverse_frequencies) {
+  const at::Tensor frequencies =
+      inverse_frequencies.view({1, 1, -1, 1})
+          .expand({3, positions.size(1), inverse_frequencies.size(0), 1});
+  return at::matmul(frequencies, positions.unsqueeze(2).to(at::kFloat)).transpose(2, 3);
 }
 
 at::Tensor both_axes(const at::Tensor& table) {
@@ -47,12 +65,17 @@ std::pair<at::Tensor, at::Tensor> interleaved_mrope(const at::Tensor& positions,
                                                     const at::Tensor& inverse_frequencies,
                                                     const std::vector<std::int64_t>& section,
                                                     at::ScalarType dtype) {
-  const at::Tensor frequencies =
-      inverse_frequencies.view({1, 1, -1, 1})
-          .expand({3, positions.size(1), inverse_frequencies.size(0), 1});
-  const at::Tensor angles =
-      at::matmul(frequencies, positions.unsqueeze(2).to(at::kFloat)).transpose(2, 3);
-  return {fold_axes(angles.cos(), section).to(dtype), fold_axes(angles.sin(), section).to(dtype)};
+  const at::Tensor angles = mrope_angles(positions, inverse_frequencies);
+  return {interleave_axes(angles.cos(), section).to(dtype),
+          interleave_axes(angles.sin(), section).to(dtype)};
+}
+
+std::pair<at::Tensor, at::Tensor> sectioned_mrope(const at::Tensor& positions,
+                                                  const at::Tensor& inverse_frequencies,
+                                                  const std::vector<std::int64_t>& section,
+                                                  at::ScalarType dtype) {
+  const at::Tensor angles = mrope_angles(positions, inverse_frequencies);
+  return {join_axes(angles.cos(), section).to(dtype), join_axes(angles.sin(), section).to(dtype)};
 }
 
 std::pair<at::Tensor, at::Tensor> axial_rope(const at::Tensor& coordinates,

@@ -23,6 +23,13 @@ std::pair<at::Tensor, at::Tensor> interleaved_mrope(const at::Tensor& positions,
                                                     const std::vector<std::int64_t>& section,
                                                     at::ScalarType dtype);
 
+/// The same by sections: the first `section[0]` frequencies turn by the time, the next `section[1]`
+/// by the height, the last `section[2]` by the width.
+std::pair<at::Tensor, at::Tensor> sectioned_mrope(const at::Tensor& positions,
+                                                  const at::Tensor& inverse_frequencies,
+                                                  const std::vector<std::int64_t>& section,
+                                                  at::ScalarType dtype);
+
 /// cos and sin `[patches, 4 * frequencies]` of patch coordinates `[patches, 2]` (row, column):
 /// the row's angles, then the column's, and both once more. float32.
 std::pair<at::Tensor, at::Tensor> axial_rope(const at::Tensor& coordinates,

@@ -15,29 +15,29 @@ namespace vlscope {
 TextRotary::TextRotary(Module* parent, std::string name, const TextConfig& config)
     : Module(parent, std::move(name), kinds::text_rotary),
       inverse_frequencies_(ops::inverse_frequencies(config.rope.theta, config.head_dim)),
-      section_(config.rope.mrope_section) {}
+      rope_(config.rope) {}
 
 Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor positions,
                                          TextContext context) const {
   co_await trace.at(input, x, positions);
-  std::tie(context.cos, context.sin) = ops::interleaved_mrope(
-      positions, inverse_frequencies_.to(positions.device()), section_, x.scalar_type());
+  const auto mrope = rope_.mrope_interleaved ? ops::interleaved_mrope : ops::sectioned_mrope;
+  std::tie(context.cos, context.sin) = mrope(positions, inverse_frequencies_.to(positions.device()),
+                                             rope_.mrope_section, x.scalar_type());
   co_await trace.at(output, context.cos, context.sin);
   co_return context;
 }
 
-TextAttention::TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager)
+TextAttention::TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager,
+                             Biases biases)
     : Module(parent, std::move(name), kinds::text_attention),
       q_proj(this, "q_proj", config.hidden_size, config.num_attention_heads * config.head_dim,
-             config.attention_bias),
+             biases.qkv),
       k_proj(this, "k_proj", config.hidden_size, config.num_key_value_heads * config.head_dim,
-             config.attention_bias),
+             biases.qkv),
       v_proj(this, "v_proj", config.hidden_size, config.num_key_value_heads * config.head_dim,
-             config.attention_bias),
+             biases.qkv),
       o_proj(this, "o_proj", config.num_attention_heads * config.head_dim, config.hidden_size,
-             config.attention_bias),
-      q_norm(this, "q_norm", config.head_dim, config.rms_norm_eps),
-      k_norm(this, "k_norm", config.head_dim, config.rms_norm_eps),
+             biases.out),
       head_dim_(config.head_dim),
       scale_(std::pow(static_cast<double>(config.head_dim), -0.5)),
       eager_(eager) {}
@@ -49,7 +49,8 @@ Flow<at::Tensor> TextAttention::operator()(Trace& trace, at::Tensor x, TextConte
     const std::int64_t batch = x.size(0), seq = x.size(1);
     Attended attended;
     {
-      const Heads heads = co_await project(trace, std::move(x), context);
+      Heads heads = co_await project(trace, std::move(x));
+      heads = co_await place(trace, std::move(heads), context);
       attended = co_await attend(trace, heads, context.mask);
     }
     pattern = std::move(attended.pattern);
@@ -60,21 +61,17 @@ Flow<at::Tensor> TextAttention::operator()(Trace& trace, at::Tensor x, TextConte
   co_return x;
 }
 
-Flow<TextAttention::Heads> TextAttention::project(Trace& trace, at::Tensor x,
-                                                  const TextContext& context) const {
-  const auto per_head = [&](const at::Tensor& y) {
-    return y.view({y.size(0), y.size(1), -1, head_dim_});
-  };
-  Heads heads;
-  heads.q = co_await q_proj(trace, x);
-  heads.q = co_await q_norm(trace, per_head(heads.q));
-  heads.k = co_await k_proj(trace, x);
-  heads.k = co_await k_norm(trace, per_head(heads.k));
-  heads.v = co_await v_proj(trace, std::move(x));
+at::Tensor TextAttention::per_head(const at::Tensor& x) const {
+  return x.view({x.size(0), x.size(1), -1, head_dim_});
+}
+
+/// Rotates the heads, joins them to those of the positions before, and offers them.
+Flow<TextAttention::Heads> TextAttention::place(Trace& trace, Heads heads,
+                                                const TextContext& context) const {
   const at::Tensor cos = context.cos.unsqueeze(1), sin = context.sin.unsqueeze(1);
   heads.q = ops::rotate(heads.q.transpose(1, 2), cos, sin);
   heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
-  heads.v = per_head(heads.v).transpose(1, 2);
+  heads.v = heads.v.transpose(1, 2);
   if (context.past > 0) join_past(heads, context, trace.wants(queries));
   at::Tensor mask = context.mask;
   const bool edited = co_await trace.at(queries, heads.q, heads.k, heads.v, mask);
@@ -131,14 +128,33 @@ Flow<TextAttention::Attended> TextAttention::attend(Trace& trace, const Heads& h
   co_return result;
 }
 
-TextMlp::TextMlp(Module* parent, std::string name, const TextConfig& config)
-    : Module(parent, std::move(name), kinds::text_mlp),
-      gate_proj(this, "gate_proj", config.hidden_size, config.intermediate_size, false),
-      up_proj(this, "up_proj", config.hidden_size, config.intermediate_size, false),
-      down_proj(this, "down_proj", config.intermediate_size, config.hidden_size, false),
-      act_fn(this, "act_fn", config.hidden_act) {}
+NormedAttention::NormedAttention(Module* parent, std::string name, const TextConfig& config,
+                                 bool eager)
+    : TextAttention(parent, std::move(name), config, eager,
+                    {config.attention_bias, config.attention_bias}),
+      q_norm(this, "q_norm", config.head_dim, config.rms_norm_eps),
+      k_norm(this, "k_norm", config.head_dim, config.rms_norm_eps) {}
 
-Flow<at::Tensor> TextMlp::operator()(Trace& trace, at::Tensor x) const {
+Flow<TextAttention::Heads> NormedAttention::project(Trace& trace, at::Tensor x) const {
+  Heads heads;
+  heads.q = co_await q_proj(trace, x);
+  heads.q = co_await q_norm(trace, per_head(heads.q));
+  heads.k = co_await k_proj(trace, x);
+  heads.k = co_await k_norm(trace, per_head(heads.k));
+  heads.v = co_await v_proj(trace, std::move(x));
+  heads.v = per_head(heads.v);
+  co_return heads;
+}
+
+GatedMlp::GatedMlp(Module* parent, std::string name, const Kind& kind, Widths widths,
+                   bool with_bias)
+    : Module(parent, std::move(name), kind),
+      gate_proj(this, "gate_proj", widths.hidden, widths.intermediate, with_bias),
+      up_proj(this, "up_proj", widths.hidden, widths.intermediate, with_bias),
+      down_proj(this, "down_proj", widths.intermediate, widths.hidden, with_bias),
+      act_fn(this, "act_fn", "silu") {}
+
+Flow<at::Tensor> GatedMlp::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) {
     at::Tensor gate = co_await gate_proj(trace, x);
@@ -146,29 +162,6 @@ Flow<at::Tensor> TextMlp::operator()(Trace& trace, at::Tensor x) const {
     x = co_await up_proj(trace, std::move(x));
     x = std::exchange(gate, {}) * x;
     x = co_await down_proj(trace, std::move(x));
-  }
-  co_await trace.at(output, x);
-  co_return x;
-}
-
-TextLayer::TextLayer(Module* parent, std::string name, const TextConfig& config, bool eager)
-    : Module(parent, std::move(name), kinds::text_layer),
-      self_attn(this, "self_attn", config, eager),
-      mlp(this, "mlp", config),
-      input_layernorm(this, "input_layernorm", config.hidden_size, config.rms_norm_eps),
-      post_attention_layernorm(this, "post_attention_layernorm", config.hidden_size,
-                               config.rms_norm_eps) {}
-
-Flow<at::Tensor> TextLayer::operator()(Trace& trace, at::Tensor x, TextContext context) const {
-  trace.checkpoint();
-  co_await trace.at(input, x, context.mask, context.cos, context.sin);
-  if (!trace.skip(*this, x)) {
-    at::Tensor branch = co_await input_layernorm(trace, x);
-    branch = co_await self_attn(trace, std::move(branch), context);
-    x = x + branch;
-    branch = co_await post_attention_layernorm(trace, x);
-    branch = co_await mlp(trace, std::move(branch));
-    x = x + branch;
   }
   co_await trace.at(output, x);
   co_return x;

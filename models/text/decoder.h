@@ -1,5 +1,7 @@
-// The parts of the text model.
+// The parts of the text model's blocks.
 #pragma once
+
+#include <ATen/TensorOperators.h>
 
 #include <string>
 #include <vector>
@@ -19,7 +21,7 @@ struct TextContext {
   BlockCache* cache = nullptr;  ///< Their keys and values; nullptr if nothing is to be remembered.
 };
 
-/// The M-RoPE tables.
+/// The M-RoPE tables, interleaved or by sections as the config says.
 class TextRotary : public Module {
  public:
   TextRotary(Module* parent, std::string name, const TextConfig& config);
@@ -29,35 +31,47 @@ class TextRotary : public Module {
 
  private:
   at::Tensor inverse_frequencies_;
-  std::vector<std::int64_t> section_;
+  RopeConfig rope_;
 };
 
-/// Grouped-query attention: q = rope(q_norm(W_q x)), k = rope(k_norm(W_k x)), v = W_v x;
-/// out = W_o softmax(q k^T / sqrt(head_dim) + mask) v.
+/// Grouped-query attention: q = rope(W_q x), k = rope(W_k x), v = W_v x;
+/// out = W_o softmax(q k^T / sqrt(head_dim) + mask) v. A family derives from it what it does to the
+/// projections before they are rotated.
 class TextAttention : public Module {
  public:
-  TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager);
+  /// Which projections have a bias.
+  struct Biases {
+    bool qkv, out;
+  };
+  TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager,
+                Biases biases);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const;
   /// Rows of the scores for what is offered at `queries`; `site` is one of that location.
   at::Tensor score_rows(Trace& trace, Site site, const ops::RowChoice& rows) const;
 
   Linear q_proj, k_proj, v_proj, o_proj;
-  RmsNorm q_norm, k_norm;
   /// q, k and v; then the mask that will be laid on their scores.
   Location queries{this, "attention_queries"};
   Location scores{this, "attention_scores"};
   Location probabilities{this, "attention_probabilities"};
   Location head_outputs{this, "attention_head_outputs"};
 
- private:
+ protected:
+  /// `[batch, seq, heads, head_dim]` before the rotation, `[batch, heads, seq, head_dim]` after.
   struct Heads {
     at::Tensor q, k, v;
   };
+  /// The stream to heads, not yet rotated.
+  virtual Flow<Heads> project(Trace& trace, at::Tensor x) const = 0;
+  /// `[batch, seq, width]` -> `[batch, seq, heads, head_dim]`.
+  at::Tensor per_head(const at::Tensor& x) const;
+
+ private:
   struct Attended {
     at::Tensor heads;    ///< `[batch, seq, heads, head_dim]`
     at::Tensor pattern;  ///< `[batch, heads, seq, seq]`, undefined under sdpa
   };
-  Flow<Heads> project(Trace& trace, at::Tensor x, const TextContext& context) const;
+  Flow<Heads> place(Trace& trace, Heads heads, const TextContext& context) const;
   void join_past(Heads& heads, const TextContext& context, bool to_be_served) const;
   Flow<Attended> attend(Trace& trace, const Heads& heads, at::Tensor mask) const;
 
@@ -66,10 +80,24 @@ class TextAttention : public Module {
   bool eager_;
 };
 
-/// down_proj(silu(gate_proj(x)) * up_proj(x)).
-class TextMlp : public Module {
+/// With a norm of each query and key head before the rotation: q = rope(q_norm(W_q x)).
+class NormedAttention : public TextAttention {
  public:
-  TextMlp(Module* parent, std::string name, const TextConfig& config);
+  NormedAttention(Module* parent, std::string name, const TextConfig& config, bool eager);
+
+  RmsNorm q_norm, k_norm;
+
+ protected:
+  Flow<Heads> project(Trace& trace, at::Tensor x) const override;
+};
+
+/// down_proj(silu(gate_proj(x)) * up_proj(x)).
+class GatedMlp : public Module {
+ public:
+  struct Widths {
+    std::int64_t hidden, intermediate;
+  };
+  GatedMlp(Module* parent, std::string name, const Kind& kind, Widths widths, bool with_bias);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
 
   Linear gate_proj;
@@ -78,14 +106,50 @@ class TextMlp : public Module {
   Activation act_fn;
 };
 
-/// h = x + self_attn(input_layernorm(x));  out = h + mlp(post_attention_layernorm(h)).
-class TextLayer : public Module {
+/// The dense MLP of a text block.
+class TextMlp : public GatedMlp {
  public:
-  TextLayer(Module* parent, std::string name, const TextConfig& config, bool eager);
-  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const;
+  TextMlp(Module* parent, std::string name, const TextConfig& config)
+      : GatedMlp(parent, std::move(name), kinds::text_mlp,
+                 {config.hidden_size, config.intermediate_size}, /*with_bias=*/false) {}
+};
 
-  TextAttention self_attn;
-  TextMlp mlp;
+/// A block of the text model, as the model runs it: `[batch, seq, hidden]` to the same.
+class TextBlock : public Module {
+ public:
+  using Module::Module;
+  virtual Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const = 0;
+};
+
+/// h = x + self_attn(input_layernorm(x));  out = h + mlp(post_attention_layernorm(h)).
+template <class Attention, class Mlp>
+class TextLayer : public TextBlock {
+ public:
+  TextLayer(Module* parent, std::string name, const TextConfig& config, bool eager)
+      : TextBlock(parent, std::move(name), kinds::text_layer),
+        self_attn(this, "self_attn", config, eager),
+        mlp(this, "mlp", config),
+        input_layernorm(this, "input_layernorm", config.hidden_size, config.rms_norm_eps),
+        post_attention_layernorm(this, "post_attention_layernorm", config.hidden_size,
+                                 config.rms_norm_eps) {}
+
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const override {
+    trace.checkpoint();
+    co_await trace.at(input, x, context.mask, context.cos, context.sin);
+    if (!trace.skip(*this, x)) {
+      at::Tensor branch = co_await input_layernorm(trace, x);
+      branch = co_await self_attn(trace, std::move(branch), context);
+      x = x + branch;
+      branch = co_await post_attention_layernorm(trace, x);
+      branch = co_await mlp(trace, std::move(branch));
+      x = x + branch;
+    }
+    co_await trace.at(output, x);
+    co_return x;
+  }
+
+  Attention self_attn;
+  Mlp mlp;
   RmsNorm input_layernorm;
   RmsNorm post_attention_layernorm;
 };

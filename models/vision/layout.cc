@@ -30,7 +30,7 @@ Blend blend(std::int64_t index, std::int64_t size, std::int64_t side) {
 
 /// Calls `visit(row, column)` for each patch of a frame, in merge-block order.
 template <class Visit>
-void for_each_patch(const Grid& grid, std::int64_t merge, Visit visit) {
+void for_each_patch_of_frame(const Grid& grid, std::int64_t merge, Visit visit) {
   for (std::int64_t block_row = 0; block_row < grid.rows; block_row += merge) {
     for (std::int64_t block_column = 0; block_column < grid.columns; block_column += merge) {
       for (std::int64_t row = block_row; row < block_row + merge; ++row) {
@@ -42,6 +42,25 @@ void for_each_patch(const Grid& grid, std::int64_t merge, Visit visit) {
   }
 }
 
+/// Calls `visit(grid, row, column)` for each patch of the row of patches.
+template <class Visit>
+void for_each_patch(const std::vector<Grid>& grids, std::int64_t merge, Visit visit) {
+  for (const Grid& grid : grids) {
+    for (std::int64_t frame = 0; frame < grid.frames; ++frame) {
+      for_each_patch_of_frame(
+          grid, merge, [&](std::int64_t row, std::int64_t column) { visit(grid, row, column); });
+    }
+  }
+}
+
+std::int64_t patches_of(const std::vector<Grid>& grids) {
+  std::int64_t patches = 0;
+  for (const Grid& grid : grids) patches += grid.patches();
+  return patches;
+}
+
+}  // namespace
+
 at::Tensor segment_ends(const std::vector<std::int64_t>& segments) {
   const at::Tensor ends = at::empty({static_cast<std::int64_t>(segments.size()) + 1}, at::kInt);
   auto* end = ends.mutable_data_ptr<std::int32_t>();
@@ -52,41 +71,38 @@ at::Tensor segment_ends(const std::vector<std::int64_t>& segments) {
   return ends;
 }
 
-}  // namespace
-
-VisionLayout vision_layout(const std::vector<Grid>& grids, std::int64_t merge,
-                           std::int64_t table_side) {
+VisionLayout vision_layout(const std::vector<Grid>& grids, std::int64_t merge) {
   VisionLayout layout;
-  std::int64_t patches = 0;
   for (const Grid& grid : grids) {
-    patches += grid.patches();
     layout.segments.insert(layout.segments.end(), grid.frames, grid.rows * grid.columns);
   }
   layout.cu_seqlens = segment_ends(layout.segments);
-  layout.coordinates = at::empty({patches, 2}, at::kLong);
-  layout.position_taps = at::empty({patches, 4}, at::kLong);
-  layout.position_weights = at::empty({patches, 4}, at::kFloat);
-
+  layout.coordinates = at::empty({patches_of(grids), 2}, at::kLong);
   auto* coordinate = layout.coordinates.mutable_data_ptr<std::int64_t>();
-  auto* tap = layout.position_taps.mutable_data_ptr<std::int64_t>();
-  auto* weight = layout.position_weights.mutable_data_ptr<float>();
-  for (const Grid& grid : grids) {
-    for (std::int64_t frame = 0; frame < grid.frames; ++frame) {
-      for_each_patch(grid, merge, [&](std::int64_t row, std::int64_t column) {
-        *coordinate++ = row;
-        *coordinate++ = column;
-        const Blend down = blend(row, grid.rows, table_side);
-        const Blend across = blend(column, grid.columns, table_side);
-        for (int i = 0; i < 2; ++i) {
-          for (int j = 0; j < 2; ++j) {
-            *tap++ = down.tap[i] * table_side + across.tap[j];
-            *weight++ = down.weight[i] * across.weight[j];
-          }
-        }
-      });
-    }
-  }
+  for_each_patch(grids, merge, [&](const Grid&, std::int64_t row, std::int64_t column) {
+    *coordinate++ = row;
+    *coordinate++ = column;
+  });
   return layout;
+}
+
+PositionBlend position_blend(const std::vector<Grid>& grids, std::int64_t merge,
+                             std::int64_t table_side) {
+  const std::int64_t patches = patches_of(grids);
+  PositionBlend result{at::empty({patches, 4}, at::kLong), at::empty({patches, 4}, at::kFloat)};
+  auto* tap = result.taps.mutable_data_ptr<std::int64_t>();
+  auto* weight = result.weights.mutable_data_ptr<float>();
+  for_each_patch(grids, merge, [&](const Grid& grid, std::int64_t row, std::int64_t column) {
+    const Blend down = blend(row, grid.rows, table_side);
+    const Blend across = blend(column, grid.columns, table_side);
+    for (int i = 0; i < 2; ++i) {
+      for (int j = 0; j < 2; ++j) {
+        *tap++ = down.tap[i] * table_side + across.tap[j];
+        *weight++ = down.weight[i] * across.weight[j];
+      }
+    }
+  });
+  return result;
 }
 
 }  // namespace vlscope

@@ -14,9 +14,6 @@
 namespace vlscope {
 namespace {
 
-// The reference writes these into the model, whatever the config says.
-constexpr double kNormEps = 1e-6;
-
 std::int64_t block_area(const VisionConfig& config) {
   return config.spatial_merge_size * config.spatial_merge_size;
 }
@@ -39,13 +36,14 @@ std::vector<at::Tensor*> pointers(std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-PatchProjection::PatchProjection(Module* parent, std::string name, const VisionConfig& config)
+PatchProjection::PatchProjection(Module* parent, std::string name, const VisionConfig& config,
+                                 bool with_bias)
     : Leaf(parent, std::move(name), kinds::conv3d) {
   declare("weight",
           {config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
            config.patch_size},
           weight_);
-  declare("bias", {config.hidden_size}, bias_);
+  if (with_bias) declare("bias", {config.hidden_size}, bias_);
 }
 
 at::Tensor PatchProjection::apply(const at::Tensor& x) const {
@@ -56,9 +54,9 @@ at::Tensor PatchProjection::apply(const at::Tensor& x) const {
   return rows.view({x.size(0), weight_.size(0), 1, 1, 1});
 }
 
-PatchEmbed::PatchEmbed(Module* parent, std::string name, const VisionConfig& config)
+PatchEmbed::PatchEmbed(Module* parent, std::string name, const VisionConfig& config, bool with_bias)
     : Module(parent, std::move(name), kinds::patch_embed),
-      proj(this, "proj", config),
+      proj(this, "proj", config, with_bias),
       patch_shape_{-1, config.in_channels, config.temporal_patch_size, config.patch_size,
                    config.patch_size} {}
 
@@ -175,34 +173,12 @@ Flow<at::Tensor> VisionMlp::operator()(Trace& trace, at::Tensor x) const {
   co_return x;
 }
 
-VisionLayer::VisionLayer(Module* parent, std::string name, const VisionConfig& config, bool eager)
-    : Module(parent, std::move(name), kinds::vision_layer),
-      norm1(this, "norm1", config.hidden_size, kNormEps),
-      attn(this, "attn", config, eager),
-      norm2(this, "norm2", config.hidden_size, kNormEps),
-      mlp(this, "mlp", config) {}
-
-Flow<at::Tensor> VisionLayer::operator()(Trace& trace, at::Tensor x, VisionContext context) const {
-  trace.checkpoint();
-  co_await trace.at(input, x, context.cu_seqlens, context.max_seqlen, context.cos, context.sin);
-  if (!trace.skip(*this, x)) {
-    at::Tensor branch = co_await norm1(trace, x);
-    branch = co_await attn(trace, std::move(branch), context);
-    x = x + branch;
-    branch = co_await norm2(trace, x);
-    branch = co_await mlp(trace, std::move(branch));
-    x = x + branch;
-  }
-  co_await trace.at(output, x);
-  co_return x;
-}
-
 Merger::Merger(Module* parent, std::string name, const Kind& kind, const VisionConfig& config,
                Norm norm)
     : Module(parent, std::move(name), kind),
       norm(this, "norm",
            norm == Norm::kBlock ? config.hidden_size * block_area(config) : config.hidden_size,
-           kNormEps),
+           kVisionNormEps),
       linear_fc1(this, "linear_fc1", config.hidden_size * block_area(config),
                  config.hidden_size * block_area(config), true),
       act_fn(this, "act_fn", "gelu"),

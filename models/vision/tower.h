@@ -1,14 +1,36 @@
 // The parts of the vision tower.
 #pragma once
 
-#include <memory>
+#include <ATen/TensorOperators.h>
+
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "models/layers.h"
+#include "models/recording.h"
 #include "models/vision/layout.h"
 
 namespace vlscope {
+
+/// A tower: pixels `[patches, channels * frames * side * side]` and their grids to what the text
+/// model takes.
+class VisionTower : public Module {
+ public:
+  VisionTower(Module* parent, std::string name) : Module(parent, std::move(name), kinds::vision) {}
+  virtual Flow<VisionFeatures> operator()(Trace& trace, at::Tensor pixels,
+                                          at::Tensor grid_thw) const = 0;
+  /// How many sets of features go to the text model besides the merged patches; nullopt in a family
+  /// that knows no such sets.
+  virtual std::optional<std::size_t> deepstack_levels() const { return std::nullopt; }
+
+  Location image_token_mask{this, "image_token_mask"};  ///< of images, of videos, of both
+  Location image_features{this, "image_features"};      ///< of images, of videos
+};
+
+/// The norms of a tower, whatever its config says.
+inline constexpr double kVisionNormEps = 1e-6;
 
 /// What every block of the tower reads besides the stream. Cheap to copy: tensors are shared.
 struct VisionContext {
@@ -22,7 +44,7 @@ struct VisionContext {
 /// convolution whose kernel and stride are one patch.
 class PatchProjection : public Leaf {
  public:
-  PatchProjection(Module* parent, std::string name, const VisionConfig& config);
+  PatchProjection(Module* parent, std::string name, const VisionConfig& config, bool with_bias);
   /// `[patches, channels, frames, side, side]` -> `[patches, hidden, 1, 1, 1]`. In float32 on the
   /// CPU by the convolution, whose bits are the reference's; elsewhere by the equal matrix product.
   at::Tensor apply(const at::Tensor& x) const override;
@@ -35,7 +57,7 @@ class PatchProjection : public Leaf {
 /// `[patches, channels * frames * side * side]` pixels -> `[patches, hidden]`.
 class PatchEmbed : public Module {
  public:
-  PatchEmbed(Module* parent, std::string name, const VisionConfig& config);
+  PatchEmbed(Module* parent, std::string name, const VisionConfig& config, bool with_bias);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor pixels) const;
 
   PatchProjection proj;
@@ -94,15 +116,35 @@ class VisionMlp : public Module {
 };
 
 /// h = x + attn(norm1(x));  out = h + mlp(norm2(h)).
+template <class Norm, class Mlp>
 class VisionLayer : public Module {
  public:
-  VisionLayer(Module* parent, std::string name, const VisionConfig& config, bool eager);
-  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, VisionContext context) const;
+  VisionLayer(Module* parent, std::string name, const VisionConfig& config, bool eager)
+      : Module(parent, std::move(name), kinds::vision_layer),
+        norm1(this, "norm1", config.hidden_size, kVisionNormEps),
+        attn(this, "attn", config, eager),
+        norm2(this, "norm2", config.hidden_size, kVisionNormEps),
+        mlp(this, "mlp", config) {}
 
-  LayerNorm norm1;
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, VisionContext context) const {
+    trace.checkpoint();
+    co_await trace.at(input, x, context.cu_seqlens, context.max_seqlen, context.cos, context.sin);
+    if (!trace.skip(*this, x)) {
+      at::Tensor branch = co_await norm1(trace, x);
+      branch = co_await attn(trace, std::move(branch), context);
+      x = x + branch;
+      branch = co_await norm2(trace, x);
+      branch = co_await mlp(trace, std::move(branch));
+      x = x + branch;
+    }
+    co_await trace.at(output, x);
+    co_return x;
+  }
+
+  Norm norm1;
   VisionAttention attn;
-  LayerNorm norm2;
-  VisionMlp mlp;
+  Norm norm2;
+  Mlp mlp;
 };
 
 /// Folds each merge block of patches into one image token: norm, concatenation, linear_fc1, GELU

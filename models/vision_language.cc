@@ -1,0 +1,101 @@
+#include "models/vision_language.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/argsort.h>
+#include <ATen/ops/cat.h>
+
+#include <utility>
+
+namespace vlscope {
+namespace {
+
+constexpr std::int64_t kNoToken = -1;
+
+/// One tensor of those of the images and those of the videos, of which one may be undefined.
+at::Tensor joined(const at::Tensor& images, const at::Tensor& videos) {
+  if (!images.defined()) return videos;
+  return videos.defined() ? at::cat({images, videos}) : images;
+}
+
+}  // namespace
+
+MultimodalModel::MultimodalModel(Module* parent, std::string name, const Config& config,
+                                 const FamilyParts& parts, bool eager)
+    : Module(parent, std::move(name), kinds::multimodal_model),
+      visual(parts.tower(this, "visual", config.vision, eager)),
+      language_model(this, "language_model", config.text, parts.text, eager) {
+  if (const auto levels = visual->deepstack_levels()) language_model.add_deepstack(*levels);
+}
+
+VisionLanguageModel::VisionLanguageModel(const Config& config, Attention attention,
+                                         const FamilyParts& parts)
+    : CausalLM(config), model(this, "model", config, parts, attention == Attention::kEager) {}
+
+Flow<at::Tensor> VisionLanguageModel::hidden_states(Trace& trace, Inputs& inputs) const {
+  const TextModel& text = model.language_model;
+  const bool edited =
+      co_await trace.at(model.input, inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
+                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw);
+  if (edited) inputs = checked(inputs, config());
+  const at::Device device = text.embed_tokens.weight().device();
+  const bool prompt = inputs.past() == 0;  // What a later step reads is text, whatever its id.
+  at::Tensor image_mask = inputs.input_ids == (prompt ? config().image_token_id : kNoToken);
+  at::Tensor video_mask = inputs.input_ids == (prompt ? config().video_token_id : kNoToken);
+  at::Tensor visual_mask = image_mask.logical_or(video_mask);
+  co_await trace.at(model.visual->image_token_mask, image_mask, video_mask, visual_mask);
+
+  at::Tensor ids = inputs.input_ids.to(device);
+  TextModel::Input in;
+  in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
+  if (inputs.pixel_values.defined() || inputs.pixel_values_videos.defined()) {
+    in.visual_pos_masks = std::move(visual_mask);
+    in = co_await see(trace, inputs, std::move(in));
+  }
+  in.attention_mask = inputs.attention_mask;
+  in.position_ids = inputs.position_ids.to(device);
+  in.replay = inputs.replay;
+  in.cache = inputs.cache.get();
+
+  at::Tensor hidden = co_await text(trace, std::move(in));
+  co_await trace.at(model.output, hidden);
+  co_return hidden;
+}
+
+Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inputs,
+                                                TextModel::Input in) const {
+  const at::Device device = in.inputs_embeds.device();
+  VisionFeatures features;
+  if (inputs.replay.from && trace.passes_unchanged(model.visual->output)) {
+    features = inputs.replay.from->vision;
+  } else {
+    at::Tensor pixels = joined(inputs.pixel_values, inputs.pixel_values_videos);
+    pixels = pixels.to(device, in.inputs_embeds.scalar_type());
+    at::Tensor grids = joined(inputs.image_grid_thw, inputs.video_grid_thw);
+    features = co_await (*model.visual)(trace, std::move(pixels), std::move(grids));
+  }
+  if (inputs.replay.into) inputs.replay.into->vision = features;
+  const at::Tensor image_rows = rows_of(inputs.input_ids == config().image_token_id);
+  const at::Tensor video_rows = rows_of(inputs.input_ids == config().video_token_id);
+  const bool both = inputs.pixel_values.defined() && inputs.pixel_values_videos.defined();
+  at::Tensor images = std::exchange(features.merged, {}), videos;
+  if (!inputs.pixel_values.defined()) {
+    std::swap(images, videos);
+  } else if (both) {
+    videos = images.narrow(0, image_rows.size(0), video_rows.size(0));
+    images = images.narrow(0, 0, image_rows.size(0));
+  }
+  co_await trace.at(model.visual->image_features, images, videos);
+  for (const auto& [rows, part] : {std::pair(image_rows, images), std::pair(video_rows, videos)}) {
+    if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, rows.to(device), part);
+  }
+  in.visual_rows = rows_of(in.visual_pos_masks).to(device);
+  if (both) {
+    // The tower has the images first; the text model takes the rows as the prompt has them.
+    const at::Tensor order = at::argsort(at::cat({image_rows, video_rows})).to(device);
+    for (at::Tensor& level : features.deepstack) level = level.index_select(0, order);
+  }
+  in.deepstack = std::move(features.deepstack);
+  co_return in;
+}
+
+}  // namespace vlscope
