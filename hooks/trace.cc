@@ -196,6 +196,13 @@ at::Tensor Trace::peek(const Site& site) {
   return live(site);
 }
 
+void Trace::amend(const Site& site, at::Tensor value) {
+  advance(site);
+  const OrdinaryMode mode;
+  live(site) = ordinary(std::move(value));
+  assigned_ = true;
+}
+
 void Trace::replace(const Module& module, at::Tensor value) {
   check_edits();
   const int entry = module.input.order();

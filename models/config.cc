@@ -99,6 +99,14 @@ class Section {
     return flag.get<bool>();
   }
 
+  std::vector<std::string> words(const std::string& key) const {
+    const json& list = value(key);
+    const bool fits = list.is_array() && std::all_of(list.begin(), list.end(),
+                                                     [](const json& v) { return v.is_string(); });
+    if (!fits) fail(key, "must be a list of strings, found " + describe(list));
+    return list.get<std::vector<std::string>>();
+  }
+
   std::string word(const std::string& key) const {
     const json& text = value(key);
     if (!text.is_string()) fail(key, "must be a string, found " + describe(text));
@@ -150,18 +158,28 @@ class Section {
 struct RopeDefaults {
   double theta;
   std::vector<int64_t> mrope_section;
+  double partial_rotary_factor = 1;
 };
 
-void check_mrope_section(const Section& text, const std::string& key,
-                         const std::vector<int64_t>& section, int64_t head_dim) {
+/// How many of a head's dimensions turn.
+int64_t rotated(int64_t head_dim, double partial_rotary_factor) {
+  return static_cast<int64_t>(static_cast<double>(head_dim) * partial_rotary_factor);
+}
+
+void check_mrope_section(const Section& text, const std::string& key, const RopeConfig& rope,
+                         int64_t head_dim) {
+  const std::vector<int64_t>& section = rope.mrope_section;
   const int64_t sum = std::accumulate(section.begin(), section.end(), int64_t{0});
-  if (section.size() == 3 && sum == head_dim / 2) return;
-  text.fail(key, fmt::format("[{}] must be three numbers that sum to head_dim / 2 = {}, not {}",
-                             fmt::join(section, ", "), head_dim / 2, sum));
+  const int64_t half = rotated(head_dim, rope.partial_rotary_factor) / 2;
+  if (section.size() == 3 && sum == half) return;
+  text.fail(key, fmt::format("[{}] must be three numbers that sum to head_dim{} / 2 = {}, not {}",
+                             fmt::join(section, ", "),
+                             rope.partial_rotary_factor == 1 ? "" : " * partial_rotary_factor",
+                             half, sum));
 }
 
 /// Refuses settings that would change the angles and that no forward here follows.
-void check_rope_kind(const Section& rope) {
+void check_rope_kind(const Section& rope, double partial_rotary_factor) {
   for (const char* key : {"rope_type", "type"}) {
     if (!rope.has(key)) continue;
     const std::string type = rope.word(key);
@@ -169,7 +187,7 @@ void check_rope_kind(const Section& rope) {
       rope.fail(key, fmt::format("\"{}\" is not supported; default and mrope are", type));
     }
   }
-  if (rope.positive_or("partial_rotary_factor", 1) != 1) {
+  if (rope.positive_or("partial_rotary_factor", partial_rotary_factor) != partial_rotary_factor) {
     rope.fail("partial_rotary_factor", "other than 1 is not supported in this family");
   }
 }
@@ -194,10 +212,9 @@ RopeConfig read_interleaved_rope(const Section& text, int64_t head_dim,
     text.fail("rope_scaling", "and rope_parameters are both given; keep one of them");
   }
   const std::string key = v5 ? "rope_parameters" : "rope_scaling";
-  RopeConfig config{defaults.theta, defaults.mrope_section, true};
+  RopeConfig config{defaults.theta, defaults.mrope_section, true, defaults.partial_rotary_factor};
   if (!text.has(key)) {
-    check_mrope_section(text, key + ".mrope_section (absent, so by default)", config.mrope_section,
-                        head_dim);
+    check_mrope_section(text, key + ".mrope_section (absent, so by default)", config, head_dim);
     if (text.has("rope_theta")) config.theta = text.positive("rope_theta");
     notes.push_back(fmt::format(
         "{}: {} has no rotary settings: the class defaults stand in, with base {} and sections "
@@ -206,11 +223,11 @@ RopeConfig read_interleaved_rope(const Section& text, int64_t head_dim,
     return config;
   }
   const Section rope = text.section(key);
-  check_rope_kind(rope);
+  check_rope_kind(rope, defaults.partial_rotary_factor);
   config.theta = read_theta(text, rope);
   if (rope.has("mrope_section"))
     config.mrope_section = rope.integers("mrope_section", {0, 1 << 20});
-  check_mrope_section(rope, "mrope_section", config.mrope_section, head_dim);
+  check_mrope_section(rope, "mrope_section", config, head_dim);
   if (!rope.flag_or("mrope_interleaved", true)) {
     rope.fail("mrope_interleaved", "is false; this family interleaves");
   }
@@ -295,7 +312,8 @@ double read_vision_theta(const Section& vision) {
   return rope.positive_or("rope_theta", kDefault);
 }
 
-/// The tower of Qwen3-VL. `model_types`: the one it has by default, and others that mean the same.
+/// The tower of the Qwen3 line, but for DeepStack. `model_types`: the one it has by default, and
+/// others that mean the same.
 VisionConfig read_qwen3_vision(const Section& vision,
                                const std::vector<std::string_view>& model_types) {
   VisionConfig config{};
@@ -312,10 +330,8 @@ VisionConfig read_qwen3_vision(const Section& vision,
   config.num_position_embeddings = vision.integer("num_position_embeddings", kWidth);
   config.hidden_act = vision.choice_or_first("hidden_act", {"gelu_pytorch_tanh"});
   config.rope_theta = read_vision_theta(vision);
-  config.deepstack_visual_indexes = vision.integers("deepstack_visual_indexes", {0, kCount.high});
   check_vision_heads(vision, config);
   check_square(vision, config.num_position_embeddings);
-  check_deepstack(vision, config);
   return config;
 }
 
@@ -361,11 +377,12 @@ void check_projection(const Section& vision, const VisionConfig& tower, const Te
                                              tower.out_hidden_size, text.hidden_size));
 }
 
-void read_token_ids(const Section& root, Config& config) {
-  config.image_token_id = root.integer_or("image_token_id", kTokenId, 151655);
-  config.video_token_id = root.integer_or("video_token_id", kTokenId, 151656);
-  config.vision_start_token_id = root.integer_or("vision_start_token_id", kTokenId, 151652);
-  config.vision_end_token_id = root.integer_or("vision_end_token_id", kTokenId, 151653);
+/// @param first the default of vision_start, from which the others count on.
+void read_token_ids(const Section& root, Config& config, int64_t first = 151652) {
+  config.image_token_id = root.integer_or("image_token_id", kTokenId, first + 3);
+  config.video_token_id = root.integer_or("video_token_id", kTokenId, first + 4);
+  config.vision_start_token_id = root.integer_or("vision_start_token_id", kTokenId, first);
+  config.vision_end_token_id = root.integer_or("vision_end_token_id", kTokenId, first + 1);
   if (config.image_token_id == config.video_token_id) {
     root.fail("image_token_id",
               fmt::format("and video_token_id are both {}", config.image_token_id));
@@ -384,8 +401,89 @@ Config read_qwen3_vl(const Section& root) {
   config.text.rope =
       read_interleaved_rope(text, config.text.head_dim, {5e5, {24, 20, 20}}, config.notes);
   config.vision = read_qwen3_vision(vision, {"qwen3_vl_vision", "qwen3_vl"});
+  config.vision.deepstack_visual_indexes =
+      vision.integers("deepstack_visual_indexes", {0, kCount.high});
+  check_deepstack(vision, config.vision);
   check_projection(vision, config.vision, config.text);
   read_token_ids(root, config);
+  config.tie_word_embeddings = read_tie(root, text);
+  config.dtype = read_dtype(root, text);
+  return config;
+}
+
+/// Which blocks are recurrent: `layer_types`, or every block but each `full_attention_interval`-th.
+std::vector<Mixer> read_mixers(const Section& text, int64_t blocks) {
+  std::vector<Mixer> mixers;
+  if (!text.has("layer_types")) {
+    const int64_t interval = text.integer_or("full_attention_interval", kCount, 4);
+    for (int64_t i = 1; i <= blocks; ++i) {
+      mixers.push_back(i % interval == 0 ? Mixer::kAttention : Mixer::kLinearAttention);
+    }
+    return mixers;
+  }
+  const std::vector<std::string> names = text.words("layer_types");
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const bool linear = names[i] == "linear_attention";
+    if (!linear && names[i] != "full_attention") {
+      text.fail(fmt::format("layer_types[{}]", i),
+                fmt::format("must be linear_attention or full_attention, found \"{}\"", names[i]));
+    }
+    mixers.push_back(linear ? Mixer::kLinearAttention : Mixer::kAttention);
+  }
+  if (static_cast<int64_t>(names.size()) != blocks) {
+    text.fail("layer_types",
+              fmt::format("names {} blocks, but num_hidden_layers is {}", names.size(), blocks));
+  }
+  return mixers;
+}
+
+LinearAttentionConfig read_linear_attention(const Section& text) {
+  LinearAttentionConfig config{};
+  config.conv_kernel = text.integer("linear_conv_kernel_dim", {1, 1024});
+  config.key_head_dim = text.integer("linear_key_head_dim", kCount);
+  config.value_head_dim = text.integer("linear_value_head_dim", kCount);
+  config.num_key_heads = text.integer("linear_num_key_heads", kCount);
+  config.num_value_heads = text.integer("linear_num_value_heads", kCount);
+  if (config.num_value_heads % config.num_key_heads != 0) {
+    text.fail("linear_num_value_heads",
+              fmt::format("{} is not a multiple of linear_num_key_heads {}", config.num_value_heads,
+                          config.num_key_heads));
+  }
+  return config;
+}
+
+/// The share of a head's dimensions that turns: among the rotary settings, or beside them.
+double read_partial_rotary_factor(const Section& text, int64_t head_dim) {
+  double factor = text.positive_or("partial_rotary_factor", 0.25);
+  if (text.has("rope_parameters")) {
+    factor = text.section("rope_parameters").positive_or("partial_rotary_factor", factor);
+  }
+  if (factor > 1 || rotated(head_dim, factor) % 2 != 0) {
+    text.fail("partial_rotary_factor",
+              fmt::format("is {}; it must leave an even number of the {} dimensions of a head",
+                          factor, head_dim));
+  }
+  return factor;
+}
+
+Config read_qwen3_5(const Section& root) {
+  const Section text = root.section("text_config");
+  const Section vision = root.section("vision_config");
+  refuse_quantisation(text);
+  Config config{};
+  config.model_type = root.word("model_type");
+  config.text = read_qwen3_text(text, "qwen3_5_text");
+  const double partial = read_partial_rotary_factor(text, config.text.head_dim);
+  config.text.rope =
+      read_interleaved_rope(text, config.text.head_dim, {1e7, {11, 11, 10}, partial}, config.notes);
+  config.text.mixers = read_mixers(text, config.text.num_hidden_layers);
+  config.text.linear = read_linear_attention(text);
+  if (!text.flag_or("attn_output_gate", true)) {
+    text.fail("attn_output_gate", "is false; the attention of this family has a gate");
+  }
+  config.vision = read_qwen3_vision(vision, {"qwen3_5_vision", "qwen3_5"});
+  check_projection(vision, config.vision, config.text);
+  read_token_ids(root, config, 248053);
   config.tie_word_embeddings = read_tie(root, text);
   config.dtype = read_dtype(root, text);
   return config;
@@ -395,7 +493,7 @@ struct Family {
   std::string_view model_type;
   Config (*read)(const Section& root);
 };
-constexpr Family kFamilies[] = {{"qwen3_vl", read_qwen3_vl}};
+constexpr Family kFamilies[] = {{"qwen3_vl", read_qwen3_vl}, {"qwen3_5", read_qwen3_5}};
 
 json parse_text(std::string_view text, const std::string& where) {
   try {
@@ -435,20 +533,37 @@ Config read_config(const std::filesystem::path& folder) {
 ConfigCard text_card(const Config& config) {
   const TextConfig& text = config.text;
   const auto number = [](int64_t value) { return fmt::to_string(value); };
-  return {{"model_type", config.model_type},
-          {"num_layers", number(text.num_hidden_layers)},
-          {"hidden_size", number(text.hidden_size)},
-          {"num_heads", number(text.num_attention_heads)},
-          {"num_key_value_heads", number(text.num_key_value_heads)},
-          {"head_dim", number(text.head_dim)},
-          {"intermediate_size", number(text.intermediate_size)},
-          {"vocab_size", number(text.vocab_size)},
-          {"max_position_embeddings", number(text.max_position_embeddings)},
-          {"rms_norm_eps", fmt::to_string(text.rms_norm_eps)},
-          {"hidden_act", text.hidden_act},
-          {"rope_theta", fmt::to_string(text.rope.theta)},
-          {"mrope_section", fmt::format("[{}]", fmt::join(text.rope.mrope_section, ", "))},
-          {"tie_word_embeddings", config.tie_word_embeddings ? "true" : "false"}};
+  ConfigCard card = {
+      {"model_type", config.model_type},
+      {"num_layers", number(text.num_hidden_layers)},
+      {"hidden_size", number(text.hidden_size)},
+      {"num_heads", number(text.num_attention_heads)},
+      {"num_key_value_heads", number(text.num_key_value_heads)},
+      {"head_dim", number(text.head_dim)},
+      {"intermediate_size", number(text.intermediate_size)},
+      {"vocab_size", number(text.vocab_size)},
+      {"max_position_embeddings", number(text.max_position_embeddings)},
+      {"rms_norm_eps", fmt::to_string(text.rms_norm_eps)},
+      {"hidden_act", text.hidden_act},
+      {"rope_theta", fmt::to_string(text.rope.theta)},
+      {"mrope_section", fmt::format("[{}]", fmt::join(text.rope.mrope_section, ", "))},
+      {"tie_word_embeddings", config.tie_word_embeddings ? "true" : "false"}};
+  if (!text.mixers.empty()) {
+    const LinearAttentionConfig& linear = text.linear;
+    std::vector<std::size_t> full;
+    for (std::size_t k = 0; k < text.mixers.size(); ++k) {
+      if (text.mixers[k] == Mixer::kAttention) full.push_back(k);
+    }
+    card.insert(card.end(),
+                {{"partial_rotary_factor", fmt::to_string(text.rope.partial_rotary_factor)},
+                 {"full_attention_layers", fmt::format("[{}]", fmt::join(full, ", "))},
+                 {"linear_heads", number(linear.num_value_heads)},
+                 {"linear_key_heads", number(linear.num_key_heads)},
+                 {"linear_key_dim", number(linear.key_head_dim)},
+                 {"linear_value_dim", number(linear.value_head_dim)},
+                 {"linear_conv_kernel_dim", number(linear.conv_kernel)}});
+  }
+  return card;
 }
 
 ConfigCard vision_card(const Config& config) {

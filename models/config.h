@@ -13,12 +13,31 @@
 namespace vlscope {
 
 /// Rotary settings of the text model. `mrope_section` gives the number of frequencies that follow
-/// the temporal, height and width position; its three numbers sum to head_dim / 2.
+/// the temporal, height and width position; its three numbers sum to half of the rotated dimensions
+/// of a head.
 struct RopeConfig {
   double theta;
   std::vector<int64_t> mrope_section;
   bool mrope_interleaved;
+  double partial_rotary_factor = 1;  ///< Of each head's dimensions, from the first.
 };
+
+/// The recurrent blocks of a text model with linear attention.
+struct LinearAttentionConfig {
+  int64_t conv_kernel;
+  int64_t key_head_dim;
+  int64_t value_head_dim;
+  int64_t num_key_heads;
+  int64_t num_value_heads;  ///< A multiple of num_key_heads.
+
+  int64_t key_width() const { return num_key_heads * key_head_dim; }
+  int64_t value_width() const { return num_value_heads * value_head_dim; }
+  /// Queries, keys and values side by side.
+  int64_t channels() const { return 2 * key_width() + value_width(); }
+};
+
+/// What stands before the MLP of a text block.
+enum class Mixer { kAttention, kLinearAttention };
 
 /// The text model. `head_dim` is a number of its own, not hidden_size / num_attention_heads.
 struct TextConfig {
@@ -35,6 +54,13 @@ struct TextConfig {
   bool attention_bias;
   std::string hidden_act;
   RopeConfig rope;
+  LinearAttentionConfig linear = {};  ///< Zeros where no block is recurrent.
+  std::vector<Mixer> mixers = {};     ///< Of each block; empty where all are attention.
+
+  /// How many dimensions of a head are rotated.
+  int64_t rotary_dim() const {
+    return static_cast<int64_t>(static_cast<double>(head_dim) * rope.partial_rotary_factor);
+  }
 };
 
 /// The vision tower. `deepstack_visual_indexes` keeps the order of the file: entry k names the

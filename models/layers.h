@@ -7,6 +7,12 @@
 
 namespace vlscope {
 
+/// `x` in float32, for arithmetic that half precision is too coarse for. float64 stays what it is.
+at::Tensor in_float(const at::Tensor& x);
+
+/// x / sqrt(mean(x^2) + eps) along the last axis, by in_float.
+at::Tensor normalised(const at::Tensor& x, double eps);
+
 /// A module of one tensor in, one tensor out, and nothing nameable in between.
 class Leaf : public Module {
  public:
@@ -42,6 +48,17 @@ class Embedding : public Leaf {
 class RmsNorm : public Leaf {
  public:
   RmsNorm(Module* parent, std::string name, std::int64_t width, double eps);
+  at::Tensor apply(const at::Tensor& x) const override;
+
+ private:
+  double eps_;
+  at::Tensor weight_;
+};
+
+/// y = (1 + weight) * (x / sqrt(mean(x^2) + eps)), in float32 throughout.
+class ZeroCenteredRmsNorm : public Leaf {
+ public:
+  ZeroCenteredRmsNorm(Module* parent, std::string name, std::int64_t width, double eps);
   at::Tensor apply(const at::Tensor& x) const override;
 
  private:

@@ -13,6 +13,7 @@
 #include "core/errors.h"
 #include "core/logging.h"
 #include "core/text.h"
+#include "models/qwen3_5.h"
 #include "models/qwen3_vl.h"
 
 namespace vlscope {
@@ -26,7 +27,8 @@ std::unique_ptr<CausalLM> build_family(const Config& config, Attention attention
 }
 
 const std::map<std::string, Builder>& families() {
-  static const std::map<std::string, Builder> families = {{"qwen3_vl", build_family<Qwen3VL>}};
+  static const std::map<std::string, Builder> families = {{"qwen3_vl", build_family<Qwen3VL>},
+                                                          {"qwen3_5", build_family<Qwen3_5>}};
   return families;
 }
 

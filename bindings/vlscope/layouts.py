@@ -11,17 +11,22 @@ from typing import Any
 import torch
 
 __all__ = [
+    "Gates",
     "HeadOutputs",
     "ImageFeatures",
     "ImagePattern",
     "ImageTokenMask",
     "Keys",
+    "LinearQK",
+    "LinearV",
     "Logits",
     "NextTokenProbs",
     "Patches",
     "Pattern",
     "Queries",
     "Residual",
+    "State",
+    "States",
     "Tokens",
     "Values",
 ]
@@ -60,6 +65,11 @@ Values = Layout("Values", "batch kv_heads seq head_dim")
 Pattern = Layout("Pattern", "batch heads query key")
 ImagePattern = Layout("ImagePattern", "heads query key")
 HeadOutputs = Layout("HeadOutputs", "batch seq heads head_dim")
+LinearQK = Layout("LinearQK", "batch seq linear_heads linear_key_dim")
+LinearV = Layout("LinearV", "batch seq linear_heads linear_value_dim")
+Gates = Layout("Gates", "batch seq linear_heads")
+State = Layout("State", "batch linear_heads linear_key_dim linear_value_dim")
+States = Layout("States", "batch seq linear_heads linear_key_dim linear_value_dim")
 Patches = Layout("Patches", "images patches vision_hidden_size")
 ImageTokenMask = Layout("ImageTokenMask", "batch seq", "bool")
 ImageFeatures = Layout("ImageFeatures", "image_tokens hidden_size")

@@ -261,6 +261,13 @@ class StandardizedTransformer(CausalLM):
                 return
             report = self._core.load(self._folder, self._dtype, self._device, self._copy)
             self._dispatched = True
+        if report["unused"]:
+            logging.getLogger("vlscope").info(
+                "%s: %d tensors are for multi-token prediction, which is not run: %s",
+                self._folder,
+                len(report["unused"]),
+                ", ".join(report["unused"]),
+            )
         if report["ignored"]:
             names = ", ".join(report["ignored"])
             logging.getLogger("vlscope").warning(
@@ -576,9 +583,10 @@ class StandardizedTransformer(CausalLM):
         >>> model.rank("layer_output", 0) < model.rank("attention_queries", -1) < model.rank("logits", 0)
         True
         """
-        index = 0 if layer is None else self._layer_index(layer, self.num_layers)
-        block = self.layers[index]
-        for hosts in ([block, *block._children.values()], [self]):
+        first = 0 if layer is None else self._layer_index(layer, self.num_layers)
+        blocks = list(enumerate(self.layers))[first : None if layer is None else first + 1]
+        hosts_by_index = [(index, [block, *block._children.values()]) for index, block in blocks]
+        for index, hosts in (*hosts_by_index, (-1, [self])):
             orders = self._value_orders(hosts)
             if name not in orders:
                 continue
@@ -708,8 +716,8 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor | None:
 
 def _flat_support(block: Any) -> dict[str, str | None]:
     rows: dict[str, str | None] = dict(block.support())
-    rows.update(block.self_attn.support())
-    rows.update(block.mlp.support())
+    for child in block._children.values():
+        rows.update(child.support())
     return rows
 
 
@@ -717,10 +725,15 @@ def _list_support(blocks: ModuleList[Any]) -> dict[str, Any]:
     """The support of many blocks, as one row a value."""
     each = [_flat_support(block) for block in blocks]
     rows: dict[str, Any] = {}
-    for name in each[0]:
-        missing = {i: row[name] for i, row in enumerate(each) if row[name] is not None}
-        rows[name] = missing or None
+    for name in dict.fromkeys(name for row in each for name in row):
+        reasons = [row[name] if name in row else _mixer_of(block) for row, block in zip(each, blocks, strict=True)]
+        rows[name] = {i: reason for i, reason in enumerate(reasons) if reason is not None} or None
     return rows
+
+
+def _mixer_of(block: Any) -> str:
+    """Why a block lacks what others of its list have."""
+    return next(iter(block._absent.values()), "this block has no such value")
 
 
 def load(path_or_id: str | os.PathLike[str], **options: Any) -> StandardizedTransformer:
