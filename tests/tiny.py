@@ -184,7 +184,6 @@ QWEN3_VL = {
 }
 
 
-
 def _hybrid(text, vision, tied, mrope_section, partial):
     """A config of Qwen3.5: without taps, with recurrent blocks and a part of each head rotated."""
     config = _config(text, vision, tied, mrope_section, theta=1e5)

@@ -367,6 +367,9 @@ class _Recorder:
         attention = self.model.get_submodule(path)
         return hasattr(attention, "o_proj") and attention.q_proj.out_features > attention.o_proj.in_features
 
+    def unit(self, x):
+        return self.modeling.l2norm(x.to(torch.float32, memory_format=torch.contiguous_format))
+
     def delta_rule(self, original):
         """The recurrence of a prompt, with the state behind each token made by the form for single tokens."""
         by_token = self.modeling.torch_recurrent_gated_delta_rule
@@ -376,20 +379,20 @@ class _Recorder:
             assert initial_state is None
             names = ("attention_queries", "attention_keys", "attention_values", "decays", "betas")
             parts = [
-                self.named(f"{site}.{name}", x)
-                for name, x in zip(names, (query, key, value, g, beta), strict=True)
+                self.named(f"{site}.{name}", x) for name, x in zip(names, (query, key, value, g, beta), strict=True)
             ]
             (batch, length, heads, width), dim = parts[2].shape, parts[1].shape[-1]
             state = self.named(f"{site}.state", torch.zeros(batch, heads, dim, width))
+            # Scaled all at once, as in one run over all tokens: the last bits depend on strides.
+            unit = [self.unit(x.transpose(1, 2)).transpose(1, 2) for x in parts[:2]]
             states = [state]
             for t in range(length):
-                token = dict(zip(("query", "key", "value", "g", "beta"), (x[:, t : t + 1] for x in parts), strict=True))
-                states += by_token(**token, initial_state=states[-1], output_final_state=True, **kwargs)[1:]
+                token = (x[:, t : t + 1] for x in (*unit, *parts[2:]))
+                states += by_token(*token, initial_state=states[-1], output_final_state=True)[1:]
             states = self.named(f"{site}.states", torch.stack(states[1:], dim=1))
             outputs, last = original(*parts, initial_state=state, output_final_state=True, **kwargs)
             if f"{site}.states" in self.edited:
-                queries = self.modeling.l2norm(parts[0]) / dim**0.5
-                outputs, last = (states * queries[..., None]).sum(-2), states[:, -1]
+                outputs, last = (states * (unit[0] / dim**0.5)[..., None]).sum(-2), states[:, -1]
             outputs = self.named(f"{site}.attention_head_outputs", outputs)
             last = self.named(f"{site}.state_output", last)
             return outputs, (last if output_final_state else None)
