@@ -196,16 +196,15 @@ at::Tensor read_states(const at::Tensor& states, const at::Tensor& q) {
 
 at::Tensor delta_rule_state(const DeltaRuleInput& in, const std::vector<StateCut>& cuts,
                             std::int64_t token) {
+  const Prepared prepared(in);
+  at::Tensor state = prepared.state;
   std::int64_t next = 0;
-  at::Tensor state = in.state;
   for (const StateCut& cut : cuts) {
     if (cut.token > token) break;
     state = cut.state;
     next = cut.token + 1;
   }
-  const Prepared rest(in.part(next, token + 1, state));
-  state = rest.state;
-  for (std::int64_t i = 0; i < token + 1 - next; ++i) state = step(rest, state, i);
+  for (; next <= token; ++next) state = step(prepared, state, next);
   return state;
 }
 
