@@ -10,12 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import generation
 import overhead
 import torch
 from measure import table
 
 #: One module a suite, with `run(reps, peers) -> list[Row]`.
-SUITES = {"overhead": overhead}
+SUITES = {"overhead": overhead, "generation": generation}
 
 
 def machine() -> dict[str, Any]:

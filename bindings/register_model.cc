@@ -14,6 +14,7 @@
 #include "core/logging.h"
 #include "core/text.h"
 #include "models/model.h"
+#include "models/vision/windows.h"
 
 namespace py = pybind11;
 
@@ -35,6 +36,7 @@ Inputs make_inputs(const std::map<std::string, MaybeTensor>& tensors, std::int64
   inputs.pixel_values_videos = named("pixel_values_videos");
   inputs.image_grid_thw = named("image_grid_thw");
   inputs.video_grid_thw = named("video_grid_thw");
+  inputs.second_per_grid_ts = named("second_per_grid_ts");
   inputs.logits_to_keep = logits_to_keep;
   return inputs;
 }
@@ -61,12 +63,18 @@ py::dict config_dict(const Config& config) {
                      "num_kv_heads"_a = text.num_key_value_heads, "head_dim"_a = text.head_dim,
                      "qk_head_dim"_a = text.head_dim,
                      "intermediate_size"_a = text.intermediate_size);
+  if (const auto& mixture = text.mixture) {
+    text_dict["num_experts"] = mixture->num_experts;
+    text_dict["top_k"] = mixture->top_k;
+    text_dict["moe_intermediate_size"] = mixture->intermediate_size;
+  }
   py::dict vision_dict(
       "num_layers"_a = vision.depth, "vision_hidden_size"_a = vision.hidden_size,
       "hidden_size"_a = vision.hidden_size, "num_heads"_a = vision.num_heads,
       "head_dim"_a = vision.head_dim(), "intermediate_size"_a = vision.intermediate_size,
       "patch_size"_a = vision.patch_size, "temporal_patch_size"_a = vision.temporal_patch_size,
-      "spatial_merge_size"_a = vision.spatial_merge_size, "window_size"_a = py::none());
+      "spatial_merge_size"_a = vision.spatial_merge_size, "window_size"_a = vision.window_size);
+  if (vision.window_size == 0) vision_dict["window_size"] = py::none();
   return py::dict("model_type"_a = config.model_type, "text"_a = text_dict,
                   "vision"_a = vision_dict, "image_token_id"_a = config.image_token_id,
                   "video_token_id"_a = config.video_token_id, "text_card"_a = text_card(config),
@@ -209,6 +217,8 @@ void register_model(py::module_& module) {
       .def_readonly("slot", &Site::slot)
       .def_property_readonly("images_axis",
                              [](const Site& self) { return self.view == View::kImagesAxis; })
+      .def_property_readonly("batch_axis",
+                             [](const Site& self) { return self.view == View::kBatchAxis; })
       .def_readonly("read_only", &Site::read_only)
       .def_readonly("unavailable", &Site::unavailable)
       .def_readonly("list", &Site::list);
@@ -227,6 +237,14 @@ void register_model(py::module_& module) {
 
   module.def("following", &following, py::arg("inputs"), py::arg("tokens"),
              "The step of a generation after `inputs`.");
+
+  module.def(
+      "window_places",
+      [](const std::array<std::int64_t, 3>& grid, std::int64_t merge, std::int64_t side) {
+        return window_layout({{grid[0], grid[1], grid[2]}}, merge, side).places;
+      },
+      py::arg("grid"), py::arg("merge"), py::arg("side"),
+      "The place of each image token of a grid in the order of the windows.");
 
   py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A module tree and its weights.")
       .def_static("build", &build, py::arg("config_json"), py::arg("where"), py::arg("attention"),

@@ -65,6 +65,12 @@ void register_processing(py::module_& module) {
   py::class_<VideoOptions>(module, "VideoOptions", "What video_preprocessor_config.json says.")
       .def(py::init<>())
       .def_readwrite("frames", &VideoOptions::frames)
+      .def_property(
+          "bounds_frames",
+          [](const VideoOptions& self) { return self.bound == VideoBound::kFrame; },
+          [](VideoOptions& self, bool frames) {
+            self.bound = frames ? VideoBound::kFrame : VideoBound::kVolume;
+          })
       .def_readwrite("cap_pixels_per_frame", &VideoOptions::cap_pixels_per_frame)
       .def_readwrite("max_video_tokens", &VideoOptions::max_video_tokens)
       .def("check", &check_video_options, "Raise InputError where two settings contradict.");

@@ -159,6 +159,10 @@ void RunningTrace::set_state_after(int index, std::int64_t token, at::Tensor sta
                         std::move(state));
 }
 
+void RunningTrace::check_replaceable(int module) const {
+  trace_->check_replaceable(*model_->tree().modules().at(module));
+}
+
 void RunningTrace::replace(int module, at::Tensor value) {
   const Use use(*this);
   trace_->replace(*model_->tree().modules().at(module), std::move(value));
@@ -213,6 +217,7 @@ void register_trace(py::module_& module) {
       .def("state_after", &RunningTrace::state_after)
       .def("set_state_after", &RunningTrace::set_state_after)
       .def("check_reachable", &RunningTrace::check_reachable)
+      .def("check_replaceable", &RunningTrace::check_replaceable)
       .def("replace", &RunningTrace::replace)
       .def("finish", &RunningTrace::finish)
       .def("check_edits", &RunningTrace::check_edits)

@@ -38,6 +38,7 @@ class RunningTrace {
   std::int64_t count_tokens(int site);
   at::Tensor state_after(int site, std::int64_t token);
   void set_state_after(int site, std::int64_t token, at::Tensor state);
+  void check_replaceable(int module) const;
   void replace(int module, at::Tensor value);
   at::Tensor finish();
   void check_edits();

@@ -215,6 +215,46 @@ ImageSize fit(ImageSize size, int64_t factor, PixelLimits limits, Duration durat
   return rounded;
 }
 
+// Python's int(limits.min_pixels * 1.05): what a cap on frames never goes below.
+int64_t least_pixels(PixelLimits limits) {
+  return static_cast<int64_t>(static_cast<double>(limits.min_pixels) * 1.05);
+}
+
+ImageSize frame_bound_size(int64_t frames, ImageSize size, const VideoOptions& options) {
+  const ImageOptions& each = options.frames;
+  const int64_t factor = each.patch_size * each.merge_size;
+  PixelLimits limits = each.limits;
+  if (options.cap_pixels_per_frame) {
+    const auto total =
+        static_cast<int64_t>(static_cast<double>(options.max_video_tokens * factor * factor) * 0.9);
+    limits.max_pixels =
+        std::max(std::min(limits.max_pixels, total * each.temporal_patch_size / frames),
+                 least_pixels(limits));
+  }
+  return fit(size, factor, limits, {});
+}
+
+ImageSize volume_bound_size(int64_t frames, ImageSize size, const VideoOptions& options) {
+  const ImageOptions& each = options.frames;
+  const int64_t factor = each.patch_size * each.merge_size;
+  const int64_t depth = each.temporal_patch_size;
+  frames = std::max(frames, depth);
+  PixelLimits limits = each.limits;
+  if (options.cap_pixels_per_frame) {
+    const int64_t cap = options.max_video_tokens * factor * factor;
+    limits.max_pixels =
+        std::max(std::min(cap, limits.max_pixels / frames), least_pixels(limits)) * frames;
+  }
+  if (size.height < factor || size.width < factor) {
+    const double f = static_cast<double>(factor);
+    const double h = static_cast<double>(size.height), w = static_cast<double>(size.width);
+    const double scale = std::max(f / h, f / w);
+    size = {static_cast<int64_t>(h * scale), static_cast<int64_t>(w * scale)};
+  }
+  const double groups = static_cast<double>(frames) / static_cast<double>(depth);
+  return fit(size, factor, limits, {frames, static_cast<int64_t>(std::nearbyint(groups)) * depth});
+}
+
 // The size itself, which has to be cut without a rest.
 ImageSize unresized(ImageSize size, int64_t factor) {
   if (size.height > 0 && size.width > 0 && size.height % factor == 0 && size.width % factor == 0) {
@@ -270,27 +310,11 @@ ImageSize processed_size(ImageSize size, const ImageOptions& options) {
 
 ImageSize processed_video_size(int64_t frames, ImageSize size, const VideoOptions& options) {
   const ImageOptions& each = options.frames;
-  const int64_t factor = each.patch_size * each.merge_size;
   if (frames <= 0) throw InputError("the video has no frames");
-  if (!each.do_resize) return unresized(size, factor);
+  if (!each.do_resize) return unresized(size, each.patch_size * each.merge_size);
   check_not_empty(size);
-
-  const int64_t depth = each.temporal_patch_size;
-  frames = std::max(frames, depth);
-  PixelLimits limits = each.limits;
-  if (options.cap_pixels_per_frame) {
-    const int64_t cap = options.max_video_tokens * factor * factor;
-    const auto least = static_cast<int64_t>(static_cast<double>(limits.min_pixels) * 1.05);
-    limits.max_pixels = std::max(std::min(cap, limits.max_pixels / frames), least) * frames;
-  }
-  if (size.height < factor || size.width < factor) {
-    const double f = static_cast<double>(factor);
-    const double h = static_cast<double>(size.height), w = static_cast<double>(size.width);
-    const double scale = std::max(f / h, f / w);
-    size = {static_cast<int64_t>(h * scale), static_cast<int64_t>(w * scale)};
-  }
-  const double groups = static_cast<double>(frames) / static_cast<double>(depth);
-  return fit(size, factor, limits, {frames, static_cast<int64_t>(std::nearbyint(groups)) * depth});
+  return options.bound == VideoBound::kFrame ? frame_bound_size(frames, size, options)
+                                             : volume_bound_size(frames, size, options);
 }
 
 at::Tensor resize_frames(const at::Tensor& frames, ImageSize size) {

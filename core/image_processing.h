@@ -41,14 +41,22 @@ struct ImageOptions {
   std::array<double, 3> image_std = {0.26862954, 0.26130258, 0.27577711};
 };
 
-/// What video_preprocessor_config.json says; the defaults are those of the reference's class. The
-/// limits bound frames * height * width. Which frames are taken is the caller's business.
+/// What the pixel limits of a video bound.
+enum class VideoBound {
+  kVolume,  ///< frames * height * width, as Qwen3-VL does.
+  kFrame,   ///< height * width, as Qwen2-VL and Qwen2.5-VL do.
+};
+
+/// What video_preprocessor_config.json says; the defaults are those of the reference's class for
+/// Qwen3-VL. Which frames are taken is the caller's business.
 struct VideoOptions {
   ImageOptions frames = {.patch_size = 16,
                          .limits = {128 * 32 * 32, 32 * 32 * 768},
                          .image_mean = {0.5, 0.5, 0.5},
                          .image_std = {0.5, 0.5, 0.5}};
-  /// Bounds each frame as well: by max_video_tokens, and by an even share of max_pixels.
+  VideoBound bound = VideoBound::kVolume;
+  /// Bounds each frame as well: under kVolume by max_video_tokens, and by an even share of
+  /// max_pixels; under kFrame by an even share of 90% of max_video_tokens.
   bool cap_pixels_per_frame = false;
   int64_t max_video_tokens = 768;
 };
@@ -69,9 +77,9 @@ ImageSize smart_resize(ImageSize size, int64_t factor, PixelLimits limits);
 /// off, which then has to be a multiple of patch_size * merge_size (InputError).
 ImageSize processed_size(ImageSize size, const ImageOptions& options);
 
-/// The size at which the frames of a video are cut into patches. A side under one factor is first
-/// scaled up to it; then as smart_resize, with the limits on the volume. Fewer frames than a
-/// temporal patch has count as that many, as the last one is repeated to fill it.
+/// The size at which the frames of a video are cut into patches: smart_resize with the limits on
+/// what `bound` says. Under kVolume a side under one factor is first scaled up to it, and fewer
+/// frames than a temporal patch has count as that many, as the last one is repeated to fill it.
 /// Throws InputError on no frames, on empty ones and on an aspect ratio over 200.
 ImageSize processed_video_size(int64_t frames, ImageSize size, const VideoOptions& options);
 

@@ -1,5 +1,7 @@
 #include "core/weights.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -10,6 +12,7 @@
 #include <numeric>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "core/errors.h"
 #include "core/text.h"
@@ -45,6 +48,31 @@ bool is_weight_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
+/// One tensor that a weight is stored as, or in parts of.
+struct Piece {
+  std::string name;
+  std::vector<int64_t> shape;
+};
+
+/// The pieces of experts that are stored one by one: expert after expert, part after part.
+std::vector<Piece> expert_pieces(const WeightSpec& spec) {
+  std::vector<Piece> pieces;
+  if (spec.expert_parts.empty()) return pieces;
+  const std::string experts = spec.name.substr(0, spec.name.rfind('.'));
+  const int64_t rows = spec.shape[1] / static_cast<int64_t>(spec.expert_parts.size());
+  for (int64_t expert = 0; expert < spec.shape[0]; ++expert) {
+    for (const std::string& part : spec.expert_parts) {
+      pieces.push_back({fmt::format("{}.{}.{}", experts, expert, part), {rows, spec.shape[2]}});
+    }
+  }
+  return pieces;
+}
+
+std::vector<int64_t> exchanged(std::vector<int64_t> shape) {
+  std::swap(shape[1], shape[2]);
+  return shape;
+}
+
 /// Resolves specs against one checkpoint; each step throws before anything is changed.
 class Loader {
  public:
@@ -55,10 +83,12 @@ class Loader {
   LoadReport run() {
     resolve_names();
     require_any_match();
-    for (const WeightSpec& spec : specs_) check_dtype(spec);
+    for (const WeightSpec& spec : specs_) check_one_form(spec);
+    for_each_stored([this](const WeightSpec&, const Piece& piece) { check_dtype(piece); });
     refuse_quantisation();
     for (const WeightSpec& spec : specs_) check_presence(spec);
-    for (const WeightSpec& spec : specs_) check_shape(spec);
+    for_each_stored(
+        [this](const WeightSpec& spec, const Piece& piece) { check_shape(spec, piece); });
     report_.dtype = options_.dtype ? *options_.dtype : stored_dtype();
     fill(make_tensors());
     return std::move(report_);
@@ -76,9 +106,35 @@ class Loader {
     return found == stored_.end() ? nullptr : &found->second;
   }
 
+  /// Whether the experts of this weight are stored one by one, be it not all of them.
+  bool is_split(const WeightSpec& spec) const {
+    if (spec.expert_parts.empty() || stored_name(spec.name) != nullptr) return false;
+    const std::vector<Piece> pieces = expert_pieces(spec);
+    return std::any_of(pieces.begin(), pieces.end(),
+                       [&](const Piece& piece) { return stored_name(piece.name) != nullptr; });
+  }
+
+  /// What the weight is to be made of.
+  std::vector<Piece> pieces(const WeightSpec& spec) const {
+    if (is_split(spec)) return expert_pieces(spec);
+    return {{spec.name, spec.shape}};
+  }
+
+  template <class Visit>
+  void for_each_stored(Visit visit) const {
+    for (const WeightSpec& spec : specs_) {
+      for (const Piece& piece : pieces(spec)) {
+        if (stored_name(piece.name) != nullptr) visit(spec, piece);
+      }
+    }
+  }
+
   void resolve_names() {
-    std::unordered_set<std::string_view> expected;
-    for (const WeightSpec& spec : specs_) expected.insert(spec.name);
+    std::unordered_set<std::string> expected;
+    for (const WeightSpec& spec : specs_) {
+      expected.insert(spec.name);
+      for (Piece& piece : expert_pieces(spec)) expected.insert(std::move(piece.name));
+    }
     for (const std::string& stored : checkpoint_.names()) {
       std::string name = options_.rename(stored);
       if (expected.count(name) == 0) {
@@ -102,14 +158,24 @@ class Loader {
                      report_.ignored.size() + report_.unused.size(), specs_.front().name));
   }
 
-  void check_dtype(const WeightSpec& spec) const {
-    const std::string* stored = stored_name(spec.name);
-    if (stored == nullptr) return;
-    const TensorInfo& info = checkpoint_.info(*stored);
+  void check_one_form(const WeightSpec& spec) const {
+    if (stored_name(spec.name) == nullptr) return;
+    for (const Piece& piece : expert_pieces(spec)) {
+      if (const std::string* part = stored_name(piece.name)) {
+        fail(*part, fmt::format("is a part of {}, which is stored as a whole as well; keep one of "
+                                "the two forms",
+                                spec.name));
+      }
+    }
+  }
+
+  void check_dtype(const Piece& piece) const {
+    const std::string& stored = *stored_name(piece.name);
+    const TensorInfo& info = checkpoint_.info(stored);
     if (info.scalar_type && is_weight_dtype(*info.scalar_type)) return;
-    fail(*stored, fmt::format("is stored as {} with shape [{}]; weights must be F32, F16 or BF16 "
-                              "(quantised checkpoints are not read)",
-                              info.dtype, fmt::join(info.shape, ", ")));
+    fail(stored, fmt::format("is stored as {} with shape [{}]; weights must be F32, F16 or BF16 "
+                             "(quantised checkpoints are not read)",
+                             info.dtype, fmt::join(info.shape, ", ")));
   }
 
   void refuse_quantisation() const {
@@ -122,15 +188,28 @@ class Loader {
     }
   }
 
+  const Piece* missing_piece(const std::vector<Piece>& pieces) const {
+    for (const Piece& piece : pieces) {
+      if (stored_name(piece.name) == nullptr) return &piece;
+    }
+    return nullptr;
+  }
+
+  bool is_complete(const WeightSpec& spec) const {
+    if (missing_piece(pieces(spec)) == nullptr) return true;
+    return !spec.tied_to.empty() && stored_name(spec.tied_to) != nullptr;
+  }
+
   void check_presence(const WeightSpec& spec) const {
-    if (stored_name(spec.name) != nullptr) return;
-    if (!spec.tied_to.empty() && stored_name(spec.tied_to) != nullptr) return;
+    if (is_complete(spec)) return;
+    const std::vector<Piece> wanted = pieces(spec);
+    const Piece& piece = *missing_piece(wanted);
     const auto missing = std::count_if(specs_.begin(), specs_.end(), [&](const WeightSpec& other) {
-      return other.tied_to.empty() && stored_name(other.name) == nullptr;
+      return other.tied_to.empty() && !is_complete(other);
     });
     std::string message = fmt::format(
         "{}: tensor \"{}\" of shape [{}] is not stored; {} of the model's {} weights are missing",
-        checkpoint_.folder().string(), spec.name, fmt::join(spec.shape, ", "), missing,
+        checkpoint_.folder().string(), piece.name, fmt::join(piece.shape, ", "), missing,
         specs_.size());
     if (!report_.ignored.empty()) {
       message += fmt::format(", and {} stored tensors fit none, \"{}\" first",
@@ -139,27 +218,70 @@ class Loader {
     throw CheckpointError(message);
   }
 
-  void check_shape(const WeightSpec& spec) const {
+  /// Whether the whole of this weight is stored with its last two axes exchanged. Where the two
+  /// shapes are the same, it is taken as it is, as transformers does.
+  bool is_exchanged(const WeightSpec& spec) const {
     const std::string* stored = stored_name(spec.name);
-    if (stored == nullptr || checkpoint_.info(*stored).shape == spec.shape) return;
-    fail(*stored, fmt::format("has shape [{}], the config asks for [{}]",
-                              fmt::join(checkpoint_.info(*stored).shape, ", "),
-                              fmt::join(spec.shape, ", ")));
+    if (spec.expert_parts.empty() || stored == nullptr) return false;
+    const auto& shape = checkpoint_.info(*stored).shape;
+    return shape != spec.shape && shape == exchanged(spec.shape);
+  }
+
+  void check_shape(const WeightSpec& spec, const Piece& piece) const {
+    const std::string& stored = *stored_name(piece.name);
+    const auto& shape = checkpoint_.info(stored).shape;
+    if (shape == piece.shape || is_exchanged(spec)) return;
+    std::string asked = fmt::format("[{}]", fmt::join(piece.shape, ", "));
+    if (!spec.expert_parts.empty() && !is_split(spec)) {
+      asked += fmt::format(" or [{}]", fmt::join(exchanged(spec.shape), ", "));
+    }
+    fail(stored,
+         fmt::format("has shape [{}], the config asks for {}", fmt::join(shape, ", "), asked));
   }
 
   /// The dtype that holds most parameters; the widest of equals, of two equally wide the first
   /// in the list.
   at::ScalarType stored_dtype() const {
     std::map<at::ScalarType, int64_t> parameters;
-    for (const WeightSpec& spec : specs_) {
-      const std::string* stored = stored_name(spec.name);
-      if (stored != nullptr)
-        parameters[*checkpoint_.info(*stored).scalar_type] += numel(spec.shape);
-    }
+    for_each_stored([&](const WeightSpec&, const Piece& piece) {
+      parameters[*checkpoint_.info(*stored_name(piece.name)).scalar_type] += numel(piece.shape);
+    });
     const auto candidates = {at::kFloat, at::kBFloat16, at::kHalf};
     return *std::max_element(
         candidates.begin(), candidates.end(),
         [&](at::ScalarType a, at::ScalarType b) { return parameters[a] < parameters[b]; });
+  }
+
+  /// The tensor over the mapped bytes; notes where it is not of the model's dtype.
+  at::Tensor mapped(const Piece& piece) {
+    const std::string& stored = *stored_name(piece.name);
+    at::Tensor tensor = checkpoint_.tensor(stored);
+    if (tensor.scalar_type() != report_.dtype) report_.converted.push_back(stored);
+    return tensor;
+  }
+
+  at::Tensor empty(const WeightSpec& spec) const {
+    return at::empty(spec.shape, at::TensorOptions(options_.device).dtype(report_.dtype));
+  }
+
+  /// Experts that are stored one by one, as one tensor.
+  at::Tensor stacked(const WeightSpec& spec) {
+    at::Tensor whole = empty(spec);
+    const std::vector<Piece> parts = expert_pieces(spec);
+    at::Tensor rows = whole.view({static_cast<int64_t>(parts.size()), -1, spec.shape[2]});
+    for (std::size_t i = 0; i < parts.size(); ++i) rows[i].copy_(mapped(parts[i]));
+    return whole;
+  }
+
+  at::Tensor whole(const WeightSpec& spec) {
+    const at::Tensor tensor = mapped({spec.name, spec.shape});
+    if (!is_exchanged(spec)) {
+      return tensor.to(options_.device, report_.dtype, /*non_blocking=*/false, options_.copy);
+    }
+    const at::Tensor view = tensor.transpose(1, 2);
+    const bool in_place = !options_.copy && options_.device == tensor.device() &&
+                          report_.dtype == tensor.scalar_type();
+    return in_place ? view : empty(spec).copy_(view);
   }
 
   std::unordered_map<std::string_view, at::Tensor> make_tensors() {
@@ -167,12 +289,11 @@ class Loader {
     const c10::InferenceMode off(false);
     std::unordered_map<std::string_view, at::Tensor> tensors;
     for (const WeightSpec& spec : specs_) {
-      const std::string* stored = stored_name(spec.name);
-      if (stored == nullptr) continue;
-      const at::Tensor tensor = checkpoint_.tensor(*stored);
-      if (tensor.scalar_type() != report_.dtype) report_.converted.push_back(*stored);
-      tensors.emplace(spec.name, tensor.to(options_.device, report_.dtype, /*non_blocking=*/false,
-                                           /*copy=*/options_.copy));
+      if (is_split(spec)) {
+        tensors.emplace(spec.name, stacked(spec));
+      } else if (stored_name(spec.name) != nullptr) {
+        tensors.emplace(spec.name, whole(spec));
+      }
     }
     return tensors;
   }

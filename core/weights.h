@@ -23,6 +23,11 @@ struct WeightSpec {
   /// The weight that serves in its place when none is stored: the embedding for a tied head. Empty
   /// for a weight that must be stored.
   std::string tied_to = {};
+  /// Not empty for a weight `[experts, out, in]`: the matrices of all experts, which may be stored
+  /// in three ways. As it is; with the last two axes exchanged, where that shape is another one; or
+  /// expert by expert, "experts.3.gate_proj.weight" for "experts.gate_up_proj", in the parts that
+  /// are named here and lie below each other in this order.
+  std::vector<std::string> expert_parts = {};
 };
 
 struct WeightCount {
@@ -64,7 +69,9 @@ struct LoadReport {
 };
 
 /// Fills the slot of every spec from `checkpoint`, and accounts for every stored tensor. A weight
-/// that is stored in the wanted dtype is used in place on the CPU: no byte of it is read or copied.
+/// that is stored in the wanted dtype is used in place on the CPU: no byte of it is read or copied,
+/// but for experts that are stored one by one, which are copied into one tensor. Experts with their
+/// axes exchanged are used in place through a transposed view.
 /// A stored weight always wins over a tie. No weight requires grad.
 ///
 /// Everything is checked, and every tensor made, before the first slot is written. Raises

@@ -42,11 +42,12 @@ class Location {
 };
 
 /// A parameter of a module: its name there ("weight"), the shape that the config gives it, and the
-/// tensor that holds it.
+/// tensor that holds it. `expert_parts`: see WeightSpec.
 struct Parameter {
   std::string name;
   std::vector<std::int64_t> shape;
   at::Tensor* tensor;
+  std::vector<std::string> expert_parts = {};
 };
 
 /// A node of the tree. Derived classes hold their children as members and are called as the
@@ -70,6 +71,9 @@ class Module {
   const std::vector<Module*>& children() const { return children_; }
   const std::vector<Location*>& locations() const { return locations_; }
   const std::vector<Parameter>& parameters() const { return parameters_; }
+  /// What leaves the module when `x` enters: a tensor whose shape, dtype and device alone count.
+  /// Those of `x`, unless the module says otherwise.
+  virtual at::Tensor output_like(const at::Tensor& x) const { return x; }
   /// A location of this module ("output") or of one below it ("patch_embed.output"); nullptr if
   /// there is none.
   const Location* find_location(const std::string& path) const;
@@ -84,6 +88,9 @@ class Module {
  protected:
   /// Declares a parameter: the one place where its name and shape are written.
   void declare(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor);
+  /// The same for a parameter `[experts, out, in]`, which a checkpoint may store in these parts.
+  void declare_experts(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor,
+                       std::vector<std::string> parts);
 
  private:
   friend class Location;

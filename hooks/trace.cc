@@ -16,21 +16,21 @@ namespace {
 constexpr int kNowhere = std::numeric_limits<int>::min();
 constexpr int kEnd = std::numeric_limits<int>::max();
 
-at::Tensor through(View view, const at::Tensor& tensor) {
-  switch (view) {
-    case View::kImagesAxis:
-      return tensor.unsqueeze(0);
-    case View::kCopy:
-      return tensor.clone();
-    case View::kWhole:
-      break;
-  }
-  return tensor;
-}
+/// True if what is served is a view with another shape than the tensor that the forward holds.
+bool reshapes(View view) { return view == View::kImagesAxis || view == View::kBatchAxis; }
 
 /// The tensor that the forward goes on with when `value` was served through `view`.
 at::Tensor back_from(View view, const at::Tensor& value) {
-  return view == View::kImagesAxis ? value.squeeze(0) : value;
+  switch (view) {
+    case View::kImagesAxis:
+      return value.squeeze(0);
+    case View::kBatchAxis:
+      return value.flatten(0, 1);
+    case View::kCopy:
+    case View::kWhole:
+      break;
+  }
+  return value;
 }
 
 /// A tensor made in inference mode has no version counter, which everything served must have.
@@ -61,13 +61,13 @@ void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& cur
       site.path, describe(current), value.defined() ? describe(value) : "None", site.path));
 }
 
-void check_replacement(const Module& module, const at::Tensor& value, const at::Tensor& x) {
-  if (value.sizes() == x.sizes() && value.scalar_type() == x.scalar_type() &&
-      value.device() == x.device()) {
+void check_replacement(const Module& module, const at::Tensor& value, const at::Tensor& output) {
+  if (value.sizes() == output.sizes() && value.scalar_type() == output.scalar_type() &&
+      value.device() == output.device()) {
     return;
   }
-  throw InputError(fmt::format("{} is skipped with {}, but what enters and leaves it is {}.",
-                               module.site_path(), describe(value), describe(x)));
+  throw InputError(fmt::format("{} is skipped with {}, but what leaves it is {}.",
+                               module.site_path(), describe(value), describe(output)));
 }
 
 }  // namespace
@@ -124,9 +124,13 @@ bool Trace::depart() {
   for (const Served& served : served_) {
     // The reader may have made the object in hand part of a graph; going on from the tensor that it
     // was made of would leave that graph behind.
-    const bool own_graph = !live_[served.slot]->requires_grad() || served.tensor.grad_fn();
-    if (served.view == View::kImagesAxis && served.tensor.requires_grad() && own_graph) {
-      *live_[served.slot] = back_from(served.view, served.tensor);
+    at::Tensor& held = *live_[served.slot];
+    const bool own_graph =
+        served.tensor.requires_grad() && (!held.requires_grad() || served.tensor.grad_fn());
+    // Flattening what was assigned may have taken a copy, which edits in place do not reach.
+    const bool copied = storage_of(held) != storage_of(served.tensor);
+    if (reshapes(served.view) && (own_graph || copied)) {
+      held = back_from(served.view, served.tensor);
     }
     notes_.push_back({served.tensor.unsafeGetTensorImpl()->version_counter(),
                       static_cast<std::uint32_t>(served.tensor._version()),
@@ -147,10 +151,15 @@ bool Trace::passes_unchanged(const Location& location) const {
   });
 }
 
+bool Trace::skips(const Module& module) const {
+  return std::any_of(skips_.begin(), skips_.end(),
+                     [&](const Skip& skip) { return skip.module == &module; });
+}
+
 bool Trace::skip(const Module& module, at::Tensor& x) {
   for (const Skip& skip : skips_) {
     if (skip.module != &module) continue;
-    if (module.kind().keeps_shape) check_replacement(module, skip.value, x);
+    check_replacement(module, skip.value, module.output_like(x));
     x = skip.value;
     return true;
   }
@@ -176,8 +185,9 @@ void Trace::write(const Site& site, at::Tensor value) {
   const OrdinaryMode mode;
   const at::Tensor current = serve(site);
   if (value.defined() && value.is_same(current)) return;
-  if (site.view == View::kImagesAxis && value.defined() && value.dim() + 1 == current.dim()) {
-    value = value.unsqueeze(0);  // The native form, without the images axis.
+  const bool native = current.defined() && value.defined() && value.sizes() == live(site).sizes();
+  if (reshapes(site.view) && native) {
+    value = through(site.view, value);  // The native form, without the axis.
   }
   check_fits(site, value, current);
   value = ordinary(std::move(value));
@@ -203,8 +213,7 @@ void Trace::amend(const Site& site, at::Tensor value) {
   assigned_ = true;
 }
 
-void Trace::replace(const Module& module, at::Tensor value) {
-  check_edits();
+void Trace::check_replaceable(const Module& module) const {
   const int entry = module.input.order();
   const bool inside = standing_ ? standing_->order() > entry : target_ > entry;
   if (inside) {
@@ -213,6 +222,11 @@ void Trace::replace(const Module& module, at::Tensor value) {
         "inside or behind it.",
         module.site_path(), position()));
   }
+}
+
+void Trace::replace(const Module& module, at::Tensor value) {
+  check_edits();
+  check_replaceable(module);
   const OrdinaryMode mode;
   skips_.push_back({&module, ordinary(std::move(value))});
 }
@@ -304,6 +318,20 @@ at::Tensor& Trace::live(const Site& site) {
   demand_ = site.slot;
   resume();
   return *live_[site.slot];
+}
+
+at::Tensor Trace::through(View view, const at::Tensor& tensor) const {
+  switch (view) {
+    case View::kImagesAxis:
+      return tensor.unsqueeze(0);
+    case View::kBatchAxis:
+      return tensor.unflatten(0, {options_.batch, -1});
+    case View::kCopy:
+      return tensor.clone();
+    case View::kWhole:
+      break;
+  }
+  return tensor;
 }
 
 at::Tensor Trace::serve(const Site& site) {

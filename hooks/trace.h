@@ -50,6 +50,7 @@ class Trace {
   using Visitor = std::function<void(const Location&, at::Tensor* const* live, std::size_t count)>;
 
   struct Options {
+    std::int64_t batch = 1;           ///< Prompts in the input.
     bool images = false;              ///< The input carries images.
     bool videos = false;              ///< The input carries videos.
     bool later_step = false;          ///< A step of a generation after the prompt's.
@@ -94,6 +95,8 @@ class Trace {
   bool passes_unchanged(const Location& location) const;
   /// True if the forward is only listed: every location is visited, none is stopped at.
   bool listing() const { return options_.visitor != nullptr; }
+  /// True if the reader had the module skipped.
+  bool skips(const Module& module) const;
   /// If the reader had the module skipped: puts the replacement into `x` and returns true.
   bool skip(const Module& module, at::Tensor& x);
   /// Called at the start of every block, where a user's interrupt may end the run.
@@ -128,6 +131,9 @@ class Trace {
   void check_reachable(const Site& site) const;
   /// The number of tensors that the location of `site` offers; advances to it.
   int slots(const Site& site);
+  /// Refuses what `replace` refuses.
+  /// @throws OutOfOrderError if the module was already entered beyond its input
+  void check_replaceable(const Module& module) const;
   /// Replaces the call of a module by `value`: nothing inside it is computed or reached.
   /// @throws OutOfOrderError if the module was already entered beyond its input
   void replace(const Module& module, at::Tensor value);
@@ -198,6 +204,7 @@ class Trace {
   void check_given(const Site& site) const;
   at::Tensor& live(const Site& site);
   at::Tensor serve(const Site& site);
+  at::Tensor through(View view, const at::Tensor& tensor) const;
   bool edited() const;
   void remember(const Site& site, const at::Tensor& tensor);
   bool is_foreign(const at::Tensor& tensor) const;

@@ -6,8 +6,9 @@ namespace vlscope {
 namespace {
 
 const std::string kPerImage =
-    "no one tensor is the block's pattern: the attention runs once per image, over the slices that "
-    "cu_seqlens marks. Read image_attention_probabilities, or softmax the scores of each slice: "
+    "no one tensor is the block's pattern: the attention runs once per image (or window), over the "
+    "slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the scores of "
+    "each slice: "
     "(q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)";
 
 Field keyword(std::string name, int slots = 1) { return {std::move(name), true, slots, false}; }
@@ -19,7 +20,8 @@ Field fixed(Field field) {
 /// What the whole model and the model below its head are called with.
 std::vector<Field> model_inputs() {
   return {keyword("input_ids"),           keyword("attention_mask"), keyword("pixel_values"),
-          keyword("pixel_values_videos"), keyword("image_grid_thw"), keyword("video_grid_thw")};
+          keyword("pixel_values_videos"), keyword("image_grid_thw"), keyword("video_grid_thw"),
+          keyword("second_per_grid_ts")};
 }
 
 /// A mask over the tokens; all of them are served at one location.
@@ -73,7 +75,8 @@ const std::string kLinearState = "batch linear_heads linear_key_dim linear_value
 /// A pattern for each segment of cu_seqlens.
 Value per_image(const std::string& name, const std::string& description) {
   Value value{name, "ImagePattern", "heads query key",
-              description + " of each image and video frame", name};
+              description + " of each image and video frame; of each window in windowed blocks",
+              name};
   value.list = true;
   return value;
 }
@@ -167,13 +170,12 @@ layer_output is the stream before that add.)",
         {"deepstack_output", "ImageFeatures", "image_tokens hidden_size",
          "DeepStack features added at the image and video tokens after this block",
          "deepstack_output"},
-    },
-    {},
-    /*keeps_shape=*/true};
+    }};
 
 const Kind text_attention{
     "TextAttention",
-    R"(Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE.
+    R"(Grouped-query attention of a text block: projections, in the Qwen3 lines q_norm and k_norm of
+each head, then M-RoPE.
 
 attention_row(query, heads) gives rows of attention_probabilities without making the whole.)",
     {keyword("hidden_states"), keyword("attention_mask"), keyword("position_embeddings", 2)},
@@ -181,9 +183,7 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     {{"attention_output"}, {"attention_probabilities"}},
     attention_values("batch heads seq head_dim", "batch kv_heads seq head_dim",
                      "batch seq heads head_dim", "batch seq hidden_size",
-                     "the norm of each head and M-RoPE", View::kWhole),
-    {},
-    /*keeps_shape=*/true};
+                     "M-RoPE (in the Qwen3 lines, of normed heads)", View::kWhole)};
 
 const Kind gated_attention{
     "GatedAttention",
@@ -199,8 +199,7 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     Form::kTuple,
     {{"attention_output"}, {"attention_probabilities"}},
     gated_attention_values(),
-    {},
-    /*keeps_shape=*/true};
+};
 
 const Kind delta_net{
     "GatedDeltaNet",
@@ -249,8 +248,7 @@ tokens behind go on.)",
         {"attention_output", "Residual", "batch seq hidden_size",
          "what the linear attention adds to the stream", "output"},
     },
-    {},
-    /*keeps_shape=*/true};
+};
 
 const Kind text_mlp{"TextMLP",
                     "SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)).",
@@ -258,9 +256,56 @@ const Kind text_mlp{"TextMLP",
                     Form::kTensor,
                     {{"x"}},
                     {{"mlp_output", "Residual", "batch seq hidden_size",
-                      "what the MLP adds to the stream", "output", 0}},
-                    {},
-                    /*keeps_shape=*/true};
+                      "what the MLP adds to the stream", "output", 0}}};
+
+const Kind text_mixture{
+    "TextMixture",
+    R"(A mixture of experts in the place of a block's MLP.
+
+    routed_output = expert_outputs.sum(2);  mlp_output = routed_output [+ shared_expert_output]
+
+where expert_outputs[b, t, j] is expert_weights[b, t, j] times what expert expert_indices[b, t, j]
+makes of the token. Weights are the largest of the router's softmax, divided by their sum. Editing
+router_logits routes anew; a weight of zero takes a slot out; an index that is changed keeps its
+weight.)",
+    {{"hidden_states"}},
+    Form::kTensor,
+    {{"hidden_states"}},
+    {
+        {"router_logits", "RouterLogits", "batch seq experts",
+         "the router's score of each expert, before the softmax", "gate.router_logits", 0,
+         View::kBatchAxis},
+        {"expert_weights", "ExpertWeights", "batch seq top_k",
+         "the weights of the chosen experts, in descending order of the router; they sum to 1",
+         "gate.output", 1, View::kBatchAxis},
+        {"expert_indices", "ExpertIndices", "batch seq top_k",
+         "which experts are chosen, in the same order", "gate.output", 2, View::kBatchAxis},
+        {"expert_outputs", "ExpertOutputs", "batch seq top_k hidden_size",
+         "what each chosen expert adds, weight included", "experts.expert_outputs", 0,
+         View::kBatchAxis},
+        {"routed_output", "Residual", "batch seq hidden_size",
+         "the sum of what the chosen experts add", "experts.output", 0, View::kBatchAxis},
+        {"shared_expert_output", "Residual", "batch seq hidden_size",
+         "what the shared expert adds, its gate included", "shared_expert_output"},
+        {"mlp_output", "Residual", "batch seq hidden_size", "what the MLP adds to the stream",
+         "output", 0},
+    }};
+
+const Kind router{
+    "Router",
+    R"(The router of a mixture, on all tokens of all prompts in one row: softmax(W x) in float32, the
+largest of it divided by their sum.)",
+    {{"hidden_states"}},
+    Form::kTuple,
+    {{"router_logits"}, {"expert_weights"}, {"expert_indices"}}};
+
+const Kind experts{
+    "Experts",
+    R"(The experts of a mixture, on all tokens of all prompts in one row. Only those that a token goes to
+are computed, and only their weights are read. act_fn runs on the rows of all slots, sorted by expert.)",
+    {{"hidden_states"}, {"top_k_index"}, {"top_k_weights"}},
+    Form::kTensor,
+    {{"hidden_states"}}};
 
 const Kind text_rotary{
     "TextRotary",
@@ -275,10 +320,13 @@ const Kind vision{
 row of patches, in merge-block order: each four consecutive rows are the 2 x 2 block that becomes
 one image or video token.
 
-An image reaches the text model by image_features, scattered at the image tokens, and by each
-layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video by video_features and
-the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
-prompt (visual_token_mask), and the tower the images first.)",
+An image reaches the text model by image_features, scattered at the image tokens, and in families
+with DeepStack by each layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video
+by video_features and the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
+prompt (visual_token_mask), and the tower the images first.
+
+Qwen2.5-VL orders each frame by windows between patch_embeddings and layers[0], and back between
+projector.output and image_features.)",
     {{"hidden_states"}, fixed(keyword("grid_thw"))},
     Form::kRecord,
     {{"last_hidden_state"}, {"pooler_output"}, {"deepstack_features", false, Field::kList}},
@@ -319,35 +367,36 @@ so layer_input + attention_output + mlp_output == layer_output, bit for bit.)",
                             {"layer_output", "Patches", "images patches vision_hidden_size",
                              "the stream leaving the block", "output", 0, View::kImagesAxis},
                         },
-                        {{"self_attn", "attn"}},
-                        /*keeps_shape=*/true};
+                        {{"self_attn", "attn"}}};
 
-const Kind vision_attention{"VisionAttention",
-                            R"(Attention of a vision block, within each image (and video frame).
+const Kind vision_attention{
+    "VisionAttention",
+    R"(Attention of a vision block, within each image (and video frame); in most blocks of Qwen2.5-VL
+within each window.
 
     image_attention_probabilities[j] @ attention_values[0, :, a:b]
         == attention_head_outputs[0, a:b].transpose(0, 1)
 
 with a, b = cu_seqlens[j], cu_seqlens[j + 1].)",
-                            {{"hidden_states"},
-                             fixed(keyword("cu_seqlens")),
-                             fixed(keyword("max_seqlen")),
-                             keyword("position_embeddings", 2)},
-                            Form::kTensor,
-                            {{"hidden_states"}},
-                            vision_attention_values(),
-                            {},
-                            /*keeps_shape=*/true};
+    {{"hidden_states"},
+     fixed(keyword("cu_seqlens")),
+     fixed(keyword("max_seqlen")),
+     keyword("position_embeddings", 2)},
+    Form::kTensor,
+    {{"hidden_states"}},
+    vision_attention_values()};
 
 const Kind vision_mlp{"VisionMLP",
-                      "linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form.",
+                      R"(The MLP of a vision block.
+
+    Qwen3 lines   linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form
+    Qwen2.5-VL    down_proj(silu(gate_proj(x)) * up_proj(x))
+    Qwen2-VL      fc2(h * sigmoid(1.702 h)) with h = fc1(x))",
                       {{"hidden_state"}},
                       Form::kTensor,
                       {{"hidden_state"}},
                       {{"mlp_output", "Patches", "images patches vision_hidden_size",
-                        "what the MLP adds to the stream", "output", 0, View::kImagesAxis}},
-                      {},
-                      /*keeps_shape=*/true};
+                        "what the MLP adds to the stream", "output", 0, View::kImagesAxis}}};
 
 const Kind vision_rotary{"VisionRotary",
                          "2-D rotary tables: cos and sin of each patch's row and column.",
@@ -355,11 +404,12 @@ const Kind vision_rotary{"VisionRotary",
                          Form::kTuple,
                          {{"cos"}, {"sin"}}};
 
-const Kind patch_embed{"PatchEmbed",
-                       "Projects each patch of 2 x 16 x 16 pixels to one vector.",
-                       {{"hidden_states"}},
-                       Form::kTensor,
-                       {{"hidden_states"}}};
+const Kind patch_embed{
+    "PatchEmbed",
+    "Projects each patch of pixels (2 x 16 x 16; 2 x 14 x 14 in the Qwen2 lines) to one vector.",
+    {{"hidden_states"}},
+    Form::kTensor,
+    {{"hidden_states"}}};
 
 const Kind projector{
     "Projector",
@@ -375,6 +425,11 @@ const Kind merger{
     Form::kTensor,
     {{"x"}}};
 
+const Kind sequential{"Sequential",
+                      "Modules that run one after the other: sequential[0], sequential[1], ...",
+                      {{"input"}},
+                      Form::kTensor,
+                      {{"output"}}};
 const Kind linear{"Linear", "y = x W^T + b.", {{"input"}}, Form::kTensor, {{"output"}}};
 const Kind conv3d{"Conv3d",
                   "A convolution whose kernel and stride are one patch.",
@@ -413,32 +468,17 @@ const Kind activation{
 
 const std::vector<const Kind*>& all_kinds() {
   using namespace kinds;
-  static const std::vector<const Kind*> all = {&causal_lm,
-                                               &multimodal_model,
-                                               &text_model,
-                                               &text_layer,
-                                               &text_attention,
-                                               &gated_attention,
-                                               &delta_net,
-                                               &text_mlp,
-                                               &text_rotary,
-                                               &vision,
-                                               &vision_layer,
-                                               &vision_attention,
-                                               &vision_mlp,
-                                               &vision_rotary,
-                                               &patch_embed,
-                                               &projector,
-                                               &merger,
-                                               &linear,
-                                               &conv3d,
-                                               &conv1d,
-                                               &embedding,
-                                               &rms_norm,
-                                               &zero_centered_rms_norm,
-                                               &gated_rms_norm,
-                                               &layer_norm,
-                                               &activation};
+  static const std::vector<const Kind*> all = {
+      &causal_lm,      &multimodal_model, &text_model,
+      &text_layer,     &text_attention,   &gated_attention,
+      &delta_net,      &text_mlp,         &text_mixture,
+      &router,         &experts,          &text_rotary,
+      &vision,         &vision_layer,     &vision_attention,
+      &vision_mlp,     &vision_rotary,    &patch_embed,
+      &projector,      &merger,           &sequential,
+      &linear,         &conv3d,           &conv1d,
+      &embedding,      &rms_norm,         &zero_centered_rms_norm,
+      &gated_rms_norm, &layer_norm,       &activation};
   return all;
 }
 

@@ -12,6 +12,7 @@ namespace vlscope {
 enum class View : std::uint8_t {
   kWhole,       ///< The tensor itself.
   kImagesAxis,  ///< With a leading axis of 1: `[patches, h]` served as `[1, patches, h]`.
+  kBatchAxis,   ///< Rows of every prompt: `[batch * seq, ...]` served as `[batch, seq, ...]`.
   kCopy,        ///< A copy: the forward keeps what it has (index lists that it already acted on).
 };
 
@@ -62,14 +63,14 @@ struct Kind {
   std::vector<Field> outputs;
   std::vector<Value> values = {};
   std::vector<Alias> aliases = {};
-  bool keeps_shape = false;  ///< What leaves it has the shape, dtype and device of what enters.
 };
 
 namespace kinds {
 extern const Kind causal_lm, multimodal_model, text_model, text_layer, text_attention, text_mlp,
-    gated_attention, delta_net, text_rotary, vision, vision_layer, vision_attention, vision_mlp,
-    vision_rotary, patch_embed, projector, merger, linear, conv3d, conv1d, embedding, rms_norm,
-    zero_centered_rms_norm, gated_rms_norm, layer_norm, activation;
+    gated_attention, delta_net, text_mixture, router, experts, text_rotary, vision, vision_layer,
+    vision_attention, vision_mlp, vision_rotary, patch_embed, projector, merger, sequential, linear,
+    conv3d, conv1d, embedding, rms_norm, zero_centered_rms_norm, gated_rms_norm, layer_norm,
+    activation;
 }  // namespace kinds
 
 /// Every kind, in the order of the reference pages.

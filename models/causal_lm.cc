@@ -39,7 +39,8 @@ CausalLM::CausalLM(const Config& config)
 Flow<at::Tensor> CausalLM::forward(Trace& trace, Inputs inputs) const {
   const bool edited =
       co_await trace.at(input, inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
-                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw);
+                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw,
+                        inputs.second_per_grid_ts);
   if (edited) inputs = checked(inputs, config_);
   at::Tensor hidden = co_await hidden_states(trace, inputs);
   at::Tensor result = co_await head(trace, std::move(hidden), inputs);
@@ -54,19 +55,19 @@ Flow<at::Tensor> CausalLM::head(Trace& trace, at::Tensor hidden, const Inputs& i
   const std::int64_t positions = inputs.attention_mask.size(1);
   const at::Tensor last = last_tokens(inputs.attention_mask);
   at::Tensor scores, probs;
-  bool edited = false;
+  bool edited = trace.skips(lm_head);
   do {
-    const bool probs_alone = trace.wants(lm_head.output, kNextTokenProbs);
-    if (probs_alone || trace.listing()) {
+    const bool wants_probs = trace.wants(lm_head.output, kNextTokenProbs);
+    if (!scores.defined() && (edited || !wants_probs)) {
+      scores = kept(hidden, inputs.logits_to_keep);
+      co_await trace.at(lm_head.input, scores);
+      if (!trace.skip(lm_head, scores)) scores = lm_head.apply(scores);
+    }
+    if (wants_probs || trace.listing()) {
       const at::Tensor rows =
           edited ? rows_at(scores, last - (positions - scores.size(1)))
                  : lm_head.apply(rows_at(hidden, last - (positions - hidden.size(1))));
       probs = at::softmax(rows, -1);
-    }
-    if (!probs_alone && !scores.defined()) {
-      scores = kept(hidden, inputs.logits_to_keep);
-      co_await trace.at(lm_head.input, scores);
-      if (!trace.skip(lm_head, scores)) scores = lm_head.apply(scores);
     }
     edited |= co_await trace.on_demand(lm_head.output, scores, probs);
   } while (trace.asked_again());

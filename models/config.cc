@@ -154,10 +154,11 @@ class Section {
 
 // ---- Parts that families share ------------------------------------------------------------------
 
-/// The class defaults of a family's rotary settings.
+/// The class defaults of a family's rotary settings, and whether its axes interleave.
 struct RopeDefaults {
   double theta;
   std::vector<int64_t> mrope_section;
+  bool interleaved = true;
   double partial_rotary_factor = 1;
 };
 
@@ -203,16 +204,16 @@ double read_theta(const Section& text, const Section& rope) {
   return theta;
 }
 
-/// Interleaved M-RoPE settings, from `rope_parameters` (v5) or `rope_scaling` with `rope_theta`
-/// (v4).
-RopeConfig read_interleaved_rope(const Section& text, int64_t head_dim,
-                                 const RopeDefaults& defaults, std::vector<std::string>& notes) {
+/// M-RoPE settings, from `rope_parameters` (v5) or `rope_scaling` with `rope_theta` (v4).
+RopeConfig read_mrope(const Section& text, int64_t head_dim, const RopeDefaults& defaults,
+                      std::vector<std::string>& notes) {
   const bool v5 = text.has("rope_parameters");
   if (v5 && text.has("rope_scaling")) {
     text.fail("rope_scaling", "and rope_parameters are both given; keep one of them");
   }
   const std::string key = v5 ? "rope_parameters" : "rope_scaling";
-  RopeConfig config{defaults.theta, defaults.mrope_section, true, defaults.partial_rotary_factor};
+  RopeConfig config{defaults.theta, defaults.mrope_section, defaults.interleaved,
+                    defaults.partial_rotary_factor};
   if (!text.has(key)) {
     check_mrope_section(text, key + ".mrope_section (absent, so by default)", config, head_dim);
     if (text.has("rope_theta")) config.theta = text.positive("rope_theta");
@@ -228,8 +229,9 @@ RopeConfig read_interleaved_rope(const Section& text, int64_t head_dim,
   if (rope.has("mrope_section"))
     config.mrope_section = rope.integers("mrope_section", {0, 1 << 20});
   check_mrope_section(rope, "mrope_section", config, head_dim);
-  if (!rope.flag_or("mrope_interleaved", true)) {
-    rope.fail("mrope_interleaved", "is false; this family interleaves");
+  if (rope.flag_or("mrope_interleaved", defaults.interleaved) != defaults.interleaved) {
+    rope.fail("mrope_interleaved", defaults.interleaved ? "is false; this family interleaves"
+                                                        : "is true; this family does not");
   }
   return config;
 }
@@ -265,6 +267,69 @@ TextConfig read_qwen3_text(const Section& text, std::string_view model_type) {
   return config;
 }
 
+/// The mixtures of a text model with experts. transformers 5 may write their number as
+/// `num_local_experts`.
+MixtureConfig read_mixture(const Section& text) {
+  MixtureConfig config{};
+  const bool renamed = !text.has("num_experts") && text.has("num_local_experts");
+  config.num_experts = text.integer(renamed ? "num_local_experts" : "num_experts", kCount);
+  config.top_k = text.integer("num_experts_per_tok", kCount);
+  config.intermediate_size = text.integer("moe_intermediate_size", kWidth);
+  config.sparse_step = text.integer_or("decoder_sparse_step", kCount, 1);
+  if (text.has("mlp_only_layers")) {
+    config.mlp_only_layers = text.integers("mlp_only_layers", {0, kCount.high});
+  }
+  if (config.top_k > config.num_experts) {
+    text.fail("num_experts_per_tok",
+              fmt::format("is {}, but there are {} experts", config.top_k, config.num_experts));
+  }
+  return config;
+}
+
+/// Refuses blocks of the text model that would see a window of the prompt only.
+void check_no_sliding(const Section& text, const TextConfig& config) {
+  if (text.flag_or("use_sliding_window", false) && text.has("sliding_window") &&
+      text.integer_or("max_window_layers", {0, kCount.high}, 0) < config.num_hidden_layers) {
+    text.fail("use_sliding_window",
+              "is true for some blocks; attention to the whole prompt alone is supported");
+  }
+  if (!text.has("layer_types")) return;
+  for (const std::string& type : text.words("layer_types")) {
+    if (type == "full_attention") continue;
+    text.fail("layer_types",
+              fmt::format("holds \"{}\"; only \"full_attention\" is supported", type));
+  }
+}
+
+/// The text model of the Qwen2 lines; `model_types` as in read_qwen2_vision.
+TextConfig read_qwen2_text(const Section& text, const std::vector<std::string_view>& model_types) {
+  TextConfig config{};
+  config.model_type = text.choice_or_first("model_type", model_types);
+  config.vocab_size = text.integer("vocab_size", kVocabulary);
+  config.hidden_size = text.integer("hidden_size", kWidth);
+  config.intermediate_size = text.integer("intermediate_size", kWidth);
+  config.num_hidden_layers = text.integer("num_hidden_layers", kCount);
+  config.num_attention_heads = text.integer("num_attention_heads", kCount);
+  config.num_key_value_heads = text.integer("num_key_value_heads", kCount);
+  config.max_position_embeddings = text.integer_or("max_position_embeddings", kPositions, 32768);
+  config.rms_norm_eps = text.positive("rms_norm_eps");
+  config.attention_bias = true;
+  config.hidden_act = text.choice_or_first("hidden_act", {"silu"});
+  if (config.hidden_size % config.num_attention_heads != 0) {
+    text.fail("hidden_size", fmt::format("{} is not a multiple of num_attention_heads {}",
+                                         config.hidden_size, config.num_attention_heads));
+  }
+  config.head_dim = config.hidden_size / config.num_attention_heads;
+  if (text.integer_or("head_dim", kCount, config.head_dim) != config.head_dim) {
+    text.fail("head_dim", fmt::format("is {}; this family has hidden_size / num_attention_heads = "
+                                      "{}",
+                                      text.integer("head_dim", kCount), config.head_dim));
+  }
+  check_attention_heads(text, config);
+  check_no_sliding(text, config);
+  return config;
+}
+
 void check_vision_heads(const Section& vision, const VisionConfig& config) {
   if (config.hidden_size % config.num_heads != 0) {
     vision.fail("hidden_size", fmt::format("{} is not a multiple of num_heads {}",
@@ -287,9 +352,9 @@ void check_square(const Section& vision, int64_t positions) {
   }
 }
 
-void check_deepstack(const Section& vision, const VisionConfig& config) {
-  const std::string key = "deepstack_visual_indexes";
-  const auto& taps = config.deepstack_visual_indexes;
+/// A list of blocks of the tower, each named once.
+void check_blocks(const Section& vision, const std::string& key, const std::vector<int64_t>& taps,
+                  const VisionConfig& config) {
   for (std::size_t i = 0; i < taps.size(); ++i) {
     if (taps[i] >= config.depth) {
       vision.fail(fmt::format("{}[{}]", key, i),
@@ -312,7 +377,7 @@ double read_vision_theta(const Section& vision) {
   return rope.positive_or("rope_theta", kDefault);
 }
 
-/// The tower of the Qwen3 line, but for DeepStack. `model_types`: the one it has by default, and
+/// The tower of the Qwen3 lines, but for DeepStack. `model_types`: the one it has by default, and
 /// others that mean the same.
 VisionConfig read_qwen3_vision(const Section& vision,
                                const std::vector<std::string_view>& model_types) {
@@ -332,6 +397,57 @@ VisionConfig read_qwen3_vision(const Section& vision,
   config.rope_theta = read_vision_theta(vision);
   check_vision_heads(vision, config);
   check_square(vision, config.num_position_embeddings);
+  return config;
+}
+
+/// What the towers of the Qwen2 lines have in common. `model_types`: the one that it has by
+/// default, and others that mean the same.
+VisionConfig read_qwen2_vision(const Section& vision,
+                               const std::vector<std::string_view>& model_types) {
+  VisionConfig config{};
+  config.model_type = vision.choice_or_first("model_type", model_types);
+  config.depth = vision.integer_or("depth", kCount, 32);
+  config.num_heads = vision.integer_or("num_heads", kCount, 16);
+  // Files of transformers 4 spell it `in_chans`.
+  config.in_channels =
+      vision.integer_or("in_channels", kCount, vision.integer_or("in_chans", kCount, 3));
+  config.patch_size = vision.integer_or("patch_size", kCount, 14);
+  config.temporal_patch_size = vision.integer_or("temporal_patch_size", kCount, 2);
+  config.spatial_merge_size = vision.integer_or("spatial_merge_size", {1, 64}, 2);
+  config.rope_theta = read_vision_theta(vision);
+  return config;
+}
+
+/// The tower of Qwen2-VL, whose `hidden_size` is the text model's and whose own is `embed_dim`.
+VisionConfig read_qwen2_vl_vision(const Section& vision) {
+  VisionConfig config = read_qwen2_vision(vision, {"qwen2_vl_vision", "qwen2_vl"});
+  config.hidden_size = vision.integer_or("embed_dim", kWidth, 1280);
+  config.intermediate_size = config.hidden_size * vision.integer_or("mlp_ratio", {1, 64}, 4);
+  config.out_hidden_size = vision.integer("hidden_size", kWidth);
+  config.hidden_act = vision.choice_or_first("hidden_act", {"quick_gelu"});
+  config.video_time = VideoTime::kByFrame;
+  check_vision_heads(vision, config);
+  return config;
+}
+
+/// The tower of Qwen2.5-VL.
+VisionConfig read_qwen2_5_vl_vision(const Section& vision) {
+  VisionConfig config = read_qwen2_vision(vision, {"qwen2_5_vl_vision", "qwen2_5_vl"});
+  config.hidden_size = vision.integer("hidden_size", kWidth);
+  config.intermediate_size = vision.integer("intermediate_size", kWidth);
+  config.out_hidden_size = vision.integer("out_hidden_size", kWidth);
+  config.hidden_act = vision.choice_or_first("hidden_act", {"silu"});
+  config.window_size = vision.integer_or("window_size", kWidth, 112);
+  config.fullatt_block_indexes = vision.integers("fullatt_block_indexes", {0, kCount.high});
+  config.video_time = VideoTime::kBySecond;
+  config.tokens_per_second = vision.integer("tokens_per_second", kWidth);
+  check_vision_heads(vision, config);
+  check_blocks(vision, "fullatt_block_indexes", config.fullatt_block_indexes, config);
+  if (config.window_tokens() == 0) {
+    vision.fail("window_size",
+                fmt::format("{} is less than one image token of {} pixels", config.window_size,
+                            config.patch_size * config.spatial_merge_size));
+  }
   return config;
 }
 
@@ -371,10 +487,12 @@ void refuse_quantisation(const Section& section) {
                            method));
 }
 
-void check_projection(const Section& vision, const VisionConfig& tower, const TextConfig& text) {
-  if (tower.out_hidden_size == text.hidden_size) return;
-  vision.fail("out_hidden_size", fmt::format("is {}, but text_config.hidden_size is {}",
-                                             tower.out_hidden_size, text.hidden_size));
+/// @param key what the tower calls the width of the text model.
+void check_projection(const Section& vision, const std::string& key, const Section& text,
+                      const Config& config) {
+  if (config.vision.out_hidden_size == config.text.hidden_size) return;
+  vision.fail(key, fmt::format("is {}, but {} is {}", config.vision.out_hidden_size,
+                               text.key_path("hidden_size"), config.text.hidden_size));
 }
 
 /// @param first the default of vision_start, from which the others count on.
@@ -391,24 +509,69 @@ void read_token_ids(const Section& root, Config& config, int64_t first = 151652)
 
 // ---- Families -----------------------------------------------------------------------------------
 
-Config read_qwen3_vl(const Section& root) {
+/// What Qwen3-VL and its mixture of experts have in common; `line` is the `model_type` that the
+/// names of their parts begin with.
+Config read_qwen3_vl_line(const Section& root, const std::string& line) {
   const Section text = root.section("text_config");
   const Section vision = root.section("vision_config");
   refuse_quantisation(text);
   Config config{};
   config.model_type = root.word("model_type");
-  config.text = read_qwen3_text(text, "qwen3_vl_text");
-  config.text.rope =
-      read_interleaved_rope(text, config.text.head_dim, {5e5, {24, 20, 20}}, config.notes);
-  config.vision = read_qwen3_vision(vision, {"qwen3_vl_vision", "qwen3_vl"});
+  config.text = read_qwen3_text(text, line + "_text");
+  config.text.rope = read_mrope(text, config.text.head_dim, {5e5, {24, 20, 20}}, config.notes);
+  config.vision = read_qwen3_vision(vision, {line + "_vision", line});
   config.vision.deepstack_visual_indexes =
       vision.integers("deepstack_visual_indexes", {0, kCount.high});
-  check_deepstack(vision, config.vision);
-  check_projection(vision, config.vision, config.text);
+  check_blocks(vision, "deepstack_visual_indexes", config.vision.deepstack_visual_indexes,
+               config.vision);
+  check_projection(vision, "out_hidden_size", text, config);
   read_token_ids(root, config);
   config.tie_word_embeddings = read_tie(root, text);
   config.dtype = read_dtype(root, text);
   return config;
+}
+
+Config read_qwen3_vl(const Section& root) { return read_qwen3_vl_line(root, "qwen3_vl"); }
+
+Config read_qwen3_vl_moe(const Section& root) {
+  Config config = read_qwen3_vl_line(root, "qwen3_vl_moe");
+  config.text.mixture = read_mixture(root.section("text_config"));
+  return config;
+}
+
+/// What tells one of the Qwen2 lines from the other.
+struct Qwen2Line {
+  std::string name;
+  std::string projection;  ///< What its tower calls the width of the text model.
+  VisionConfig (*read_vision)(const Section& vision);
+};
+
+/// The hub's files keep the text model's keys at the top, those of transformers 5 in a section.
+Config read_qwen2_line(const Section& root, const Qwen2Line& line) {
+  const Section text = root.has("text_config") ? root.section("text_config") : root;
+  const Section vision = root.section("vision_config");
+  refuse_quantisation(text);
+  Config config{};
+  config.model_type = line.name;
+  const std::string text_name = line.name + "_text";
+  config.text = read_qwen2_text(text, {text_name, line.name});
+  config.text.rope =
+      read_mrope(text, config.text.head_dim, {1e6, {16, 24, 24}, false}, config.notes);
+  config.vision = line.read_vision(vision);
+  check_projection(vision, line.projection, text, config);
+  read_token_ids(root, config);
+  // A section that ties wins over a top level that says nothing else than the default.
+  config.tie_word_embeddings = read_tie(root, text) || text.flag_or("tie_word_embeddings", false);
+  config.dtype = read_dtype(root, text);
+  return config;
+}
+
+Config read_qwen2_vl(const Section& root) {
+  return read_qwen2_line(root, {"qwen2_vl", "hidden_size", read_qwen2_vl_vision});
+}
+
+Config read_qwen2_5_vl(const Section& root) {
+  return read_qwen2_line(root, {"qwen2_5_vl", "out_hidden_size", read_qwen2_5_vl_vision});
 }
 
 /// Which blocks are recurrent: `layer_types`, or every block but each `full_attention_interval`-th.
@@ -475,14 +638,14 @@ Config read_qwen3_5(const Section& root) {
   config.text = read_qwen3_text(text, "qwen3_5_text");
   const double partial = read_partial_rotary_factor(text, config.text.head_dim);
   config.text.rope =
-      read_interleaved_rope(text, config.text.head_dim, {1e7, {11, 11, 10}, partial}, config.notes);
+      read_mrope(text, config.text.head_dim, {1e7, {11, 11, 10}, true, partial}, config.notes);
   config.text.mixers = read_mixers(text, config.text.num_hidden_layers);
   config.text.linear = read_linear_attention(text);
   if (!text.flag_or("attn_output_gate", true)) {
     text.fail("attn_output_gate", "is false; the attention of this family has a gate");
   }
   config.vision = read_qwen3_vision(vision, {"qwen3_5_vision", "qwen3_5"});
-  check_projection(vision, config.vision, config.text);
+  check_projection(vision, "out_hidden_size", text, config);
   read_token_ids(root, config, 248053);
   config.tie_word_embeddings = read_tie(root, text);
   config.dtype = read_dtype(root, text);
@@ -493,7 +656,11 @@ struct Family {
   std::string_view model_type;
   Config (*read)(const Section& root);
 };
-constexpr Family kFamilies[] = {{"qwen3_vl", read_qwen3_vl}, {"qwen3_5", read_qwen3_5}};
+constexpr Family kFamilies[] = {{"qwen2_vl", read_qwen2_vl},
+                                {"qwen2_5_vl", read_qwen2_5_vl},
+                                {"qwen3_vl", read_qwen3_vl},
+                                {"qwen3_vl_moe", read_qwen3_vl_moe},
+                                {"qwen3_5", read_qwen3_5}};
 
 json parse_text(std::string_view text, const std::string& where) {
   try {
@@ -504,6 +671,12 @@ json parse_text(std::string_view text, const std::string& where) {
 }
 
 }  // namespace
+
+bool MixtureConfig::covers(int64_t block) const {
+  const bool dense =
+      std::find(mlp_only_layers.begin(), mlp_only_layers.end(), block) != mlp_only_layers.end();
+  return !dense && (block + 1) % sparse_step == 0;
+}
 
 std::vector<std::string> supported_families() {
   std::vector<std::string> names;
@@ -548,6 +721,11 @@ ConfigCard text_card(const Config& config) {
       {"rope_theta", fmt::to_string(text.rope.theta)},
       {"mrope_section", fmt::format("[{}]", fmt::join(text.rope.mrope_section, ", "))},
       {"tie_word_embeddings", config.tie_word_embeddings ? "true" : "false"}};
+  if (const auto& mixture = text.mixture) {
+    card.insert(card.end(), {{"num_experts", number(mixture->num_experts)},
+                             {"top_k", number(mixture->top_k)},
+                             {"moe_intermediate_size", number(mixture->intermediate_size)}});
+  }
   if (!text.mixers.empty()) {
     const LinearAttentionConfig& linear = text.linear;
     std::vector<std::size_t> full;
@@ -569,6 +747,9 @@ ConfigCard text_card(const Config& config) {
 ConfigCard vision_card(const Config& config) {
   const VisionConfig& vision = config.vision;
   const auto number = [](int64_t value) { return fmt::to_string(value); };
+  const auto blocks = [](const std::vector<int64_t>& list) {
+    return list.empty() ? "none" : fmt::format("[{}]", fmt::join(list, ", "));
+  };
   return {{"num_layers", number(vision.depth)},
           {"width", number(vision.hidden_size)},
           {"num_heads", number(vision.num_heads)},
@@ -577,9 +758,9 @@ ConfigCard vision_card(const Config& config) {
           {"patch_size", number(vision.patch_size)},
           {"image_size", "varies"},
           {"spatial_merge_size", number(vision.spatial_merge_size)},
-          {"window_size", "none"},
-          {"deepstack_visual_indexes",
-           fmt::format("[{}]", fmt::join(vision.deepstack_visual_indexes, ", "))}};
+          {"window_size", vision.window_size > 0 ? number(vision.window_size) : "none"},
+          {"fullatt_block_indexes", blocks(vision.fullatt_block_indexes)},
+          {"deepstack_visual_indexes", blocks(vision.deepstack_visual_indexes)}};
 }
 
 }  // namespace vlscope

@@ -22,6 +22,18 @@ struct RopeConfig {
   double partial_rotary_factor = 1;  ///< Of each head's dimensions, from the first.
 };
 
+/// The mixtures of experts of a text model. A block's MLP is one iff the block is not among
+/// `mlp_only_layers` and its number, counted from 1, is a multiple of `sparse_step`.
+struct MixtureConfig {
+  int64_t num_experts;
+  int64_t top_k;
+  int64_t intermediate_size;  ///< Of one expert.
+  int64_t sparse_step;
+  std::vector<int64_t> mlp_only_layers;
+
+  bool covers(int64_t block) const;
+};
+
 /// The recurrent blocks of a text model with linear attention.
 struct LinearAttentionConfig {
   int64_t conv_kernel;
@@ -54,8 +66,9 @@ struct TextConfig {
   bool attention_bias;
   std::string hidden_act;
   RopeConfig rope;
-  LinearAttentionConfig linear = {};  ///< Zeros where no block is recurrent.
-  std::vector<Mixer> mixers = {};     ///< Of each block; empty where all are attention.
+  std::optional<MixtureConfig> mixture;  ///< Absent where every MLP is dense.
+  LinearAttentionConfig linear = {};     ///< Zeros where no block is recurrent.
+  std::vector<Mixer> mixers = {};        ///< Of each block; empty where all are attention.
 
   /// How many dimensions of a head are rotated.
   int64_t rotary_dim() const {
@@ -63,8 +76,17 @@ struct TextConfig {
   }
 };
 
-/// The vision tower. `deepstack_visual_indexes` keeps the order of the file: entry k names the
-/// block that feeds merger k, and features leave the tower in the order of the blocks.
+/// How the tokens of a video stand in a prompt, and what their time positions are.
+enum class VideoTime {
+  kByText,    ///< Each frame is a run of its own, behind a text that tells its time.
+  kByFrame,   ///< A video is one run, each frame one position later.
+  kBySecond,  ///< A video is one run, each frame later by `tokens_per_second` times its seconds.
+};
+
+/// The vision tower. `hidden_size` is its width in every family, whatever the file calls it.
+/// `deepstack_visual_indexes` keeps the order of the file: entry k names the block that feeds
+/// merger k, and features leave the tower in the order of the blocks. What a family does not know
+/// is empty or 0.
 struct VisionConfig {
   std::string model_type;
   int64_t depth;
@@ -80,8 +102,14 @@ struct VisionConfig {
   std::string hidden_act;
   double rope_theta;
   std::vector<int64_t> deepstack_visual_indexes;
+  int64_t window_size;                         ///< Side of an attention window in pixels.
+  std::vector<int64_t> fullatt_block_indexes;  ///< Blocks that attend within a whole frame.
+  VideoTime video_time;
+  int64_t tokens_per_second;
 
   int64_t head_dim() const { return hidden_size / num_heads; }
+  /// Side of an attention window in image tokens.
+  int64_t window_tokens() const { return window_size / spatial_merge_size / patch_size; }
 };
 
 /// One model, as its config.json states it.
@@ -111,7 +139,11 @@ struct Config {
 /// tower's `rope_theta` (10000), `max_position_embeddings` (128000, not part of the arithmetic),
 /// and `mrope_section`, or the rotary settings as a whole (with a note), where [24, 20, 20] fits
 /// `head_dim`. A `rope_theta` missing from rotary settings that are there is an error: the class
-/// default (5e5) is not the shipped base (5e6).
+/// default (5e5) is not the shipped base (5e6). Of a mixture, `decoder_sparse_step` (1) and
+/// `mlp_only_layers` (none) may be absent; `norm_topk_prob` is not read, as the reference
+/// renormalises whatever it says. The Qwen2 lines keep the keys of the text model at the top or in
+/// a `text_config`; theirs are all required where a default of transformers is not what the
+/// released checkpoints have (`rms_norm_eps`, the tower's width, `tokens_per_second`).
 ///
 /// `where` is the path that messages begin with. Raises ConfigError naming the key and what was
 /// found, UnsupportedFamily for another `model_type`.

@@ -161,40 +161,76 @@ void check_placeholders(const at::Tensor& ids, std::int64_t token, const std::ve
       vision.spatial_merge_size * vision.spatial_merge_size));
 }
 
+/// A run of image or video tokens, and how far apart in time its frames are.
+struct Run {
+  Grid grid;
+  std::int64_t interval;
+};
+
 /// The runs of one kind of placeholder that the grids ask for, in order.
 class Runs {
  public:
   Runs(std::int64_t token, std::vector<Grid> grids, const Modality& modality)
       : token_(token), grids_(std::move(grids)), modality_(modality) {}
 
+  /// The same where a grid is one run, with the distance in time of the frames of each.
+  Runs(std::int64_t token, std::vector<Grid> grids, const Modality& modality,
+       std::vector<std::int64_t> intervals)
+      : Runs(token, std::move(grids), modality) {
+    intervals_ = std::move(intervals);
+  }
+
   std::int64_t token() const { return token_; }
 
-  /// The grid of the next run, whose tokens must stand at `start`. A video has one run a frame.
-  Grid take(const std::vector<std::int64_t>& ids, std::size_t start, const VisionConfig& vision) {
-    const Grid frame{1, grids_.at(grid_).rows, grids_[grid_].columns};
-    const auto run = static_cast<std::size_t>(tokens_of(frame, vision));
+  /// The next run, whose tokens must stand at `start`.
+  Run take(const std::vector<std::int64_t>& ids, std::size_t start, const VisionConfig& vision) {
+    Run run{grids_.at(grid_), intervals_.empty() ? 1 : intervals_.at(grid_)};
+    if (intervals_.empty()) run.grid.frames = 1;
+    const auto length = static_cast<std::size_t>(tokens_of(run.grid, vision));
     std::size_t end = start;
-    while (end < ids.size() && end < start + run && ids[end] == token_) ++end;
-    if (end - start < run) {
+    while (end < ids.size() && end < start + length && ids[end] == token_) ++end;
+    if (end - start < length) {
+      const bool part = &modality_ == &kVideo && intervals_.empty();
       throw InputError(
           fmt::format("{}{} {} gives {} features, but the run of {} tokens at position {} has {}.",
-                      &modality_ == &kVideo ? fmt::format("frame {} of ", frame_) : "",
-                      modality_.noun, grid_, run, modality_.noun, start, end - start));
+                      part ? fmt::format("frame {} of ", frame_) : "", modality_.noun, grid_,
+                      length, modality_.noun, start, end - start));
     }
-    if (++frame_ == grids_[grid_].frames) {
+    frame_ += run.grid.frames;
+    if (frame_ == grids_[grid_].frames) {
       ++grid_;
       frame_ = 0;
     }
-    return frame;
+    return run;
   }
 
  private:
   const std::int64_t token_;
   const std::vector<Grid> grids_;
   const Modality& modality_;
+  std::vector<std::int64_t> intervals_;  ///< Empty where each frame is a run of its own.
   std::size_t grid_ = 0;
   std::int64_t frame_ = 0;
 };
+
+Runs video_runs(const Inputs& inputs, const Config& config) {
+  std::vector<Grid> grids = grids_of(inputs.video_grid_thw);
+  if (config.vision.video_time == VideoTime::kByText) {
+    return {config.video_token_id, std::move(grids), kVideo};
+  }
+  std::vector<std::int64_t> intervals(grids.size(), 1);
+  if (config.vision.video_time == VideoTime::kBySecond) {
+    for (std::size_t i = 0; i < grids.size(); ++i) {
+      // The reference drops the fraction of a second, and takes a second where none are given.
+      const double seconds =
+          inputs.second_per_grid_ts.defined()
+              ? inputs.second_per_grid_ts[static_cast<std::int64_t>(i)].item<double>()
+              : 1;
+      intervals[i] = config.vision.tokens_per_second * static_cast<std::int64_t>(seconds);
+    }
+  }
+  return {config.video_token_id, std::move(grids), kVideo, std::move(intervals)};
+}
 
 /// Writes the positions of one prompt, walking its tokens and the grids that they refer to.
 class PositionWriter {
@@ -202,7 +238,7 @@ class PositionWriter {
   PositionWriter(const Inputs& inputs, const Config& config)
       : vision_(config.vision),
         images_(config.image_token_id, grids_of(inputs.image_grid_thw), kImage),
-        videos_(config.video_token_id, grids_of(inputs.video_grid_thw), kVideo) {}
+        videos_(video_runs(inputs, config)) {}
 
   /// `ids` and `slots`: the unmasked tokens of a prompt and where their positions go.
   void write(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& slots,
@@ -218,11 +254,11 @@ class PositionWriter {
         ++i;
         continue;
       }
-      const Grid grid = runs->take(ids, i, vision_);
+      const auto [grid, interval] = runs->take(ids, i, vision_);
       const std::int64_t rows = grid.rows / merge, columns = grid.columns / merge;
-      for (std::int64_t token = 0; token < rows * columns; ++token, ++i) {
-        time[slots[i]] = next;
-        height[slots[i]] = next + token / columns;
+      for (std::int64_t token = 0; token < grid.frames * rows * columns; ++token, ++i) {
+        time[slots[i]] = next + token / (rows * columns) * interval;
+        height[slots[i]] = next + token / columns % rows;
         width[slots[i]] = next + token % columns;
       }
       next += std::max(rows, columns);
@@ -233,6 +269,32 @@ class PositionWriter {
   const VisionConfig& vision_;
   Runs images_, videos_;
 };
+
+/// Brings the seconds between the frames of videos to the CPU and checks them.
+void check_seconds(at::Tensor& seconds, const std::vector<Grid>& videos, const Config& config) {
+  if (!seconds.defined()) return;
+  if (config.vision.video_time != VideoTime::kBySecond) {
+    throw InputError(fmt::format(
+        "second_per_grid_ts was given, but {} does not count the time of a video in seconds: leave "
+        "it out.",
+        config.model_type));
+  }
+  if (seconds.dim() != 1 || seconds.size(0) != static_cast<std::int64_t>(videos.size())) {
+    throw InputError(
+        fmt::format("second_per_grid_ts has shape {}, but there are {} videos; give one number for "
+                    "each.",
+                    shape_text(seconds), videos.size()));
+  }
+  seconds = seconds.cpu();
+  for (std::int64_t i = 0; i < seconds.size(0); ++i) {
+    const double second = seconds[i].item<double>();
+    if (second >= 0 && second < static_cast<double>(kLargestSide)) continue;
+    throw InputError(
+        fmt::format("second_per_grid_ts of video {} is {}; give the seconds from one of its frames "
+                    "to the next.",
+                    i, second));
+  }
+}
 
 /// A recording comes from a file as well, and is trusted by the forward.
 void check_recording(const Recording& recording, const Inputs& inputs, const Config& config) {
@@ -293,6 +355,7 @@ Inputs checked(Inputs inputs, const Config& config) {
       check_visual(inputs.pixel_values_videos, inputs.video_grid_thw, vision, kVideo);
   check_placeholders(inputs.input_ids, config.image_token_id, images, vision, kImage);
   check_placeholders(inputs.input_ids, config.video_token_id, videos, vision, kVideo);
+  check_seconds(inputs.second_per_grid_ts, videos, config);
   if (inputs.logits_to_keep < 0) {
     throw InputError(
         fmt::format("logits_to_keep is {}; give 0 (all) or more.", inputs.logits_to_keep));

@@ -25,6 +25,7 @@ struct Inputs {
   at::Tensor pixel_values_videos;   ///< The same of videos.
   at::Tensor image_grid_thw;        ///< `[images, 3]` int64 in patches: frames (1), rows, columns
   at::Tensor video_grid_thw;        ///< `[videos, 3]`: frames are those that the tower sees
+  at::Tensor second_per_grid_ts;    ///< `[videos]`: seconds from frame to frame; undefined is 1
   std::int64_t logits_to_keep = 0;  ///< Logits of that many last positions only; 0 is all.
   at::Tensor position_ids;  ///< `[3, batch, seq]` int64, see mrope_positions; made by `checked`
   std::shared_ptr<KeyValueCache> cache = nullptr;  ///< Of a generation; filled by its forwards.
@@ -64,8 +65,10 @@ std::vector<Grid> grids_of(const at::Tensor& grid_thw);
 /// M-RoPE positions `[3, batch, seq]` (time, height, width), int64, 0 on padding. Text counts up by
 /// one on all axes. An image's tokens all take the time position that it starts at; height and
 /// width are that start plus row and column in the merged grid; the text after it goes on from the
-/// largest of these plus one. Each frame of a video is a run of its own, as an image is: what tells
-/// its time is the text between the frames. Arithmetic of `get_rope_index`, transformers 5.17.0.
+/// largest of these plus one. VideoTime says what of a video is such a run. Where it is the whole
+/// video, its frames' time positions go up from where it starts, by one or by whole seconds times
+/// `tokens_per_second`, and the text after it goes on as after an image, whatever the time has come
+/// to. Arithmetic of each family's `get_rope_index`, transformers 5.17.0.
 /// @throws InputError if a run of image or video tokens does not match its grid.
 at::Tensor mrope_positions(const Inputs& inputs, const Config& config);
 

@@ -7,6 +7,7 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/rsqrt.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <fmt/format.h>
 
@@ -23,6 +24,10 @@ at::Tensor in_float(const at::Tensor& x) {
 at::Tensor normalised(const at::Tensor& x, double eps) {
   const at::Tensor precise = in_float(x);
   return precise * at::rsqrt(precise.pow(2).mean(-1, /*keepdim=*/true) + eps);
+}
+
+at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
+  return weight.flatten().narrow(0, 0, 1).expand(shape);
 }
 
 Flow<at::Tensor> Leaf::operator()(Trace& trace, at::Tensor x) const {
@@ -42,6 +47,12 @@ at::Tensor Linear::apply(const at::Tensor& x) const {
   return bias_.defined() ? at::linear(x, weight_, bias_) : at::linear(x, weight_);
 }
 
+at::Tensor Linear::output_like(const at::Tensor& x) const {
+  auto shape = x.sizes().vec();
+  shape.back() = weight_.size(0);
+  return shaped_like(weight_, shape);
+}
+
 Embedding::Embedding(Module* parent, std::string name, std::int64_t rows, std::int64_t width)
     : Leaf(parent, std::move(name), kinds::embedding) {
   declare("weight", {rows, width}, weight_);
@@ -51,6 +62,12 @@ at::Tensor Embedding::apply(const at::Tensor& indices) const {
   // torch's own rule for shapes alone is written in Python, and may not be there.
   if (weight_.is_meta()) return weight_.index({indices});
   return at::embedding(weight_, indices);
+}
+
+at::Tensor Embedding::output_like(const at::Tensor& indices) const {
+  auto shape = indices.sizes().vec();
+  shape.push_back(weight_.size(1));
+  return shaped_like(weight_, shape);
 }
 
 RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double eps)
@@ -92,9 +109,13 @@ Activation::Activation(Module* parent, std::string name, const std::string& func
     function_ = [](const at::Tensor& x) { return at::gelu(x); };
   } else if (function == "gelu_pytorch_tanh") {
     function_ = [](const at::Tensor& x) { return at::gelu(x, "tanh"); };
+  } else if (function == "quick_gelu") {
+    function_ = [](const at::Tensor& x) { return x * at::sigmoid(1.702 * x); };
   } else {
-    throw ConfigError(fmt::format(
-        "hidden_act is \"{}\"; known are \"silu\", \"gelu\" and \"gelu_pytorch_tanh\".", function));
+    throw ConfigError(
+        fmt::format("hidden_act is \"{}\"; known are \"silu\", \"gelu\", \"gelu_pytorch_tanh\" and "
+                    "\"quick_gelu\".",
+                    function));
   }
 }
 

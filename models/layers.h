@@ -13,6 +13,10 @@ at::Tensor in_float(const at::Tensor& x);
 /// x / sqrt(mean(x^2) + eps) along the last axis, by in_float.
 at::Tensor normalised(const at::Tensor& x, double eps);
 
+/// A tensor of this shape without room for it: every element is the first of `weight`. Has its
+/// dtype and device.
+at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape);
+
 /// A module of one tensor in, one tensor out, and nothing nameable in between.
 class Leaf : public Module {
  public:
@@ -27,6 +31,7 @@ class Linear : public Leaf {
  public:
   Linear(Module* parent, std::string name, std::int64_t in, std::int64_t out, bool with_bias);
   at::Tensor apply(const at::Tensor& x) const override;
+  at::Tensor output_like(const at::Tensor& x) const override;
 
  private:
   at::Tensor weight_, bias_;
@@ -37,6 +42,7 @@ class Embedding : public Leaf {
  public:
   Embedding(Module* parent, std::string name, std::int64_t rows, std::int64_t width);
   at::Tensor apply(const at::Tensor& indices) const override;
+  at::Tensor output_like(const at::Tensor& indices) const override;
   const at::Tensor& weight() const { return weight_; }
 
  private:
@@ -77,8 +83,8 @@ class LayerNorm : public Leaf {
   at::Tensor weight_, bias_;
 };
 
-/// An elementwise activation by the name that config.json gives it: "silu", "gelu" (exact, by erf)
-/// or "gelu_pytorch_tanh".
+/// An elementwise activation by the name that config.json gives it: "silu", "gelu" (exact, by erf),
+/// "gelu_pytorch_tanh" or "quick_gelu" (x * sigmoid(1.702 x)).
 class Activation : public Leaf {
  public:
   /// @throws ConfigError if the name is another.

@@ -13,8 +13,11 @@
 #include "core/errors.h"
 #include "core/logging.h"
 #include "core/text.h"
+#include "models/qwen2_5_vl.h"
+#include "models/qwen2_vl.h"
 #include "models/qwen3_5.h"
 #include "models/qwen3_vl.h"
+#include "models/qwen3_vl_moe.h"
 
 namespace vlscope {
 namespace {
@@ -27,8 +30,11 @@ std::unique_ptr<CausalLM> build_family(const Config& config, Attention attention
 }
 
 const std::map<std::string, Builder>& families() {
-  static const std::map<std::string, Builder> families = {{"qwen3_vl", build_family<Qwen3VL>},
-                                                          {"qwen3_5", build_family<Qwen3_5>}};
+  static const std::map<std::string, Builder> families = {
+      {"qwen2_vl", build_family<Qwen2VL>}, {"qwen2_5_vl", build_family<Qwen25VL>},
+      {"qwen3_vl", build_family<Qwen3VL>}, {"qwen3_vl_moe", build_family<Qwen3VLMoe>},
+      {"qwen3_5", build_family<Qwen3_5>},
+  };
   return families;
 }
 
@@ -121,7 +127,8 @@ std::vector<WeightSpec> Model::weights() const {
       const std::string name = fmt::format("{}.{}", module->path(), parameter.name);
       const bool tied = module == &root_->lm_head && config().tie_word_embeddings;
       specs.push_back({name, parameter.shape, parameter.tensor,
-                       tied ? "model.language_model.embed_tokens.weight" : ""});
+                       tied ? "model.language_model.embed_tokens.weight" : "",
+                       parameter.expert_parts});
     }
   }
   return specs;
@@ -158,6 +165,7 @@ void Model::note_weight_edits() {
 std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
   Trace::Options options;
+  options.batch = inputs.input_ids.size(0);
   options.later_step = inputs.cache && inputs.past() > 0;
   options.images = inputs.pixel_values.defined();
   options.videos = inputs.pixel_values_videos.defined();
@@ -168,7 +176,8 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
                     options.images ? "images" : "videos"));
   }
   options.foreign = {inputs.input_ids,           inputs.attention_mask, inputs.pixel_values,
-                     inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw};
+                     inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw,
+                     inputs.second_per_grid_ts};
   if (const auto& recorded = inputs.replay.from) {
     for (const at::Tensor& tensor : recorded->tensors()) options.foreign.push_back(tensor);
   }

@@ -12,10 +12,6 @@ namespace {
 
 std::string indexed(const char* list, std::size_t i) { return fmt::format("{}.{}", list, i); }
 
-/// A stream that has been read and will be offered again. A graph keeps what its operations have
-/// read, so an edit from here on goes to a tensor of its own.
-at::Tensor beyond_its_reader(const at::Tensor& x) { return x.requires_grad() ? x.clone() : x; }
-
 }  // namespace
 
 Qwen3VLVision::Qwen3VLVision(Module* parent, std::string name, const VisionConfig& config,

@@ -35,7 +35,8 @@ Flow<at::Tensor> VisionLanguageModel::hidden_states(Trace& trace, Inputs& inputs
   const TextModel& text = model.language_model;
   const bool edited =
       co_await trace.at(model.input, inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
-                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw);
+                        inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw,
+                        inputs.second_per_grid_ts);
   if (edited) inputs = checked(inputs, config());
   const at::Device device = text.embed_tokens.weight().device();
   const bool prompt = inputs.past() == 0;  // What a later step reads is text, whatever its id.
@@ -48,7 +49,7 @@ Flow<at::Tensor> VisionLanguageModel::hidden_states(Trace& trace, Inputs& inputs
   TextModel::Input in;
   in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
   if (inputs.pixel_values.defined() || inputs.pixel_values_videos.defined()) {
-    in.visual_pos_masks = std::move(visual_mask);
+    if (model.visual->deepstack_levels()) in.visual_pos_masks = std::move(visual_mask);
     in = co_await see(trace, inputs, std::move(in));
   }
   in.attention_mask = inputs.attention_mask;
@@ -88,6 +89,7 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
   for (const auto& [rows, part] : {std::pair(image_rows, images), std::pair(video_rows, videos)}) {
     if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, rows.to(device), part);
   }
+  if (!in.visual_pos_masks.defined()) co_return in;
   in.visual_rows = rows_of(in.visual_pos_masks).to(device);
   if (both) {
     // The tower has the images first; the text model takes the rows as the prompt has them.

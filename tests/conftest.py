@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from parity.cases import CASES
+from parity.cases import CASES, Spelling
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,7 +43,7 @@ def inputs(checkpoint):
     @functools.cache
     def make(name, case):
         config = json.loads((checkpoint(name) / "config.json").read_text())
-        return CASES[case](config["vision_config"]["patch_size"])
+        return CASES[case](Spelling.of(config))
 
     return make
 

@@ -1,6 +1,7 @@
 """The trace as a Python program: order, saving, edits, scopes, threads, names and indices."""
 # ruff: noqa: B018 - an attribute that is read and dropped is what many of these tests are about
 
+import asyncio
 import gc
 import io
 import random
@@ -430,7 +431,7 @@ def test_two_threads_trace_one_model_as_one_would(model, text, image):
     def run(index):
         try:
             torch.set_num_threads(1)
-            got[index] = [work(*jobs[index]) for _ in range(20)]
+            got[index] = [work(*jobs[index]) for _ in range(100)]
         except Exception as error:  # reported by the main thread
             faults.append(error)
 
@@ -441,7 +442,27 @@ def test_two_threads_trace_one_model_as_one_would(model, text, image):
         thread.join(60)
     assert not faults
     for results, one in zip(got, expected, strict=True):
-        assert len(results) == 20 and all(torch.equal(result, one) for result in results)
+        assert len(results) == 100 and all(torch.equal(result, one) for result in results)
+
+
+def test_tasks_of_one_event_loop_each_have_their_own_innermost_trace(model, text, image):
+    async def work(given, factor, turns):
+        with model.trace(**given):
+            for layer in model.layers:
+                layer.layer_output.mul_(factor)
+                await asyncio.sleep(0)
+                turns.append(factor)
+            return model.logits.save()
+
+    async def together(turns):
+        return await asyncio.gather(*(work(*job, turns) for job in jobs))
+
+    jobs = [(text, 0.5), (image, 2.0), (text, 3.0)]
+    turns = []
+    got = asyncio.run(together(turns))
+    assert turns != sorted(turns)
+    for result, job in zip(got, jobs, strict=True):
+        assert torch.equal(result, asyncio.run(work(*job, [])))
 
 
 def test_prompts_follow_each_other_without_a_trace_of_the_last(model, text, image, inputs):

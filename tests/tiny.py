@@ -184,6 +184,136 @@ QWEN3_VL = {
 }
 
 
+def _qwen2(model_type, text, vision, tied, mrope_section):
+    """A config of one of the Qwen2 lines, as transformers 5 spells it."""
+    return {
+        "model_type": model_type,
+        "text_config": {
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 4096,
+            "bos_token_id": PAD,
+            "eos_token_id": IM_END,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": mrope_section},
+            "tie_word_embeddings": tied,
+            **text,
+        },
+        "vision_config": vision,
+        "image_token_id": IMAGE,
+        "video_token_id": VIDEO,
+        "vision_start_token_id": VISION_START,
+        "vision_end_token_id": VISION_END,
+        "tie_word_embeddings": tied,
+    }
+
+
+QWEN2_5_VL = {
+    # Windows of 2 x 2 image tokens in all blocks but the second; a time step of 2 a second.
+    "qwen2_5": _qwen2(
+        "qwen2_5_vl",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "intermediate_size": 96,
+            "rms_norm_eps": 1e-6,
+        },
+        {
+            "depth": 3,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 52,
+            "out_hidden_size": 64,
+            "window_size": 56,
+            "fullatt_block_indexes": [1],
+            "tokens_per_second": 2,
+        },
+        tied=False,
+        mrope_section=[2, 3, 3],
+    ),
+    # One key/value head, tied; windows of 3 x 3, of 8-pixel patches; whole frames in the first and last block.
+    "qwen2_5_one_kv_head": _qwen2(
+        "qwen2_5_vl",
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "intermediate_size": 64,
+            "rms_norm_eps": 1e-3,
+        },
+        {
+            "depth": 4,
+            "hidden_size": 80,
+            "num_heads": 1,
+            "intermediate_size": 44,
+            "out_hidden_size": 72,
+            "patch_size": 8,
+            "window_size": 48,
+            "fullatt_block_indexes": [0, 3],
+            "tokens_per_second": 5,
+        },
+        tied=True,
+        mrope_section=[4, 4, 4],
+    ),
+    # Windows of one image token, and no block that sees a whole frame.
+    "qwen2_5_ungrouped": _qwen2(
+        "qwen2_5_vl",
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 2,
+            "intermediate_size": 80,
+            "rms_norm_eps": 1e-5,
+        },
+        {
+            "depth": 2,
+            "hidden_size": 48,
+            "num_heads": 4,
+            "intermediate_size": 40,
+            "out_hidden_size": 48,
+            "window_size": 28,
+            "fullatt_block_indexes": [],
+            "tokens_per_second": 1,
+        },
+        tied=False,
+        mrope_section=[2, 6, 4],
+    ),
+}
+
+QWEN2_VL = {
+    "qwen2": _qwen2(
+        "qwen2_vl",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "intermediate_size": 96,
+            "rms_norm_eps": 1e-6,
+        },
+        {"depth": 3, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 4},
+        tied=False,
+        mrope_section=[2, 3, 3],
+    ),
+    # One key/value head, tied; a vision head of 72, an MLP of three times the width, 8-pixel patches.
+    "qwen2_one_kv_head": _qwen2(
+        "qwen2_vl",
+        {
+            "hidden_size": 72,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 2,
+            "intermediate_size": 64,
+            "rms_norm_eps": 1e-3,
+        },
+        {"depth": 2, "embed_dim": 72, "hidden_size": 72, "num_heads": 1, "mlp_ratio": 3, "patch_size": 8},
+        tied=True,
+        mrope_section=[4, 4, 4],
+    ),
+}
+
 def _hybrid(text, vision, tied, mrope_section, partial):
     """A config of Qwen3.5: without taps, with recurrent blocks and a part of each head rotated."""
     config = _config(text, vision, tied, mrope_section, theta=1e5)
@@ -267,7 +397,10 @@ QWEN3_5 = {
     ),
 }
 
-CONFIGS = {**QWEN3_VL, **QWEN3_5}
+CONFIGS = {**QWEN3_VL, **QWEN2_5_VL, **QWEN2_VL, **QWEN3_5}
+
+#: Families in which a video is one run of tokens, as against a run for each frame.
+WHOLE_VIDEOS = {*QWEN2_5_VL, *QWEN2_VL}
 
 
 def _is_zero_centered(model, name):

@@ -7,6 +7,11 @@ raster order, the patches of a block one after the other. The merger makes one i
 block, so token `k` of an image is made of its patches `4 k` to `4 k + 3` (at a merge size of 2), and
 the tokens are in raster order. Further frames (t > 1) follow in the same way. This is the order of
 transformers' Qwen2-VL image processor.
+
+Qwen2.5-VL lays the blocks of a frame window by window before its first layer, and so they stay up to
+`vision.tower_output` and `projector.output`. The maps below are those of that stream; `image_features`
+are in the order of the tokens again. `vision.patch_embeddings` lie before that change, and have patch
+`token * merge ** 2 + inside` at that row.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Any
 
 import torch
 
+from . import _core
 from .errors import InputError
 
 __all__ = ["ImageTokens", "PromptRows", "prompt_rows"]
@@ -46,6 +52,8 @@ class ImageTokens:
             that of `rows`, unless the input has images and videos.
         patches: its slice of the vision stream: `vision.layers[i].layer_output[0, image.patches]`.
             Those of the videos come after those of all images.
+        blocks: [tokens], which of the merge blocks in `patches` becomes each token: 0, 1, 2, ... unless the
+            tower has windows.
     """
 
     kind: str
@@ -58,6 +66,7 @@ class ImageTokens:
     rows: slice
     deepstack: slice
     patches: slice
+    blocks: torch.Tensor
 
     def __len__(self) -> int:
         """The number of its tokens."""
@@ -116,19 +125,21 @@ class ImageTokens:
         """The rows of the vision stream that the merger folds into a token: [merge ** 2], or
         [..., merge ** 2] for a tensor of tokens."""
         block = self.merge**2
-        first = torch.as_tensor(_within(token, len(self), "token")) * block + self.patches.start
+        first = torch.as_tensor(_looked_up(self.blocks, _within(token, len(self), "token"))) * block
+        first = first + self.patches.start
         return first.unsqueeze(-1) + torch.arange(block)
 
     def token_of(self, patch: Index) -> Index:
         """The token that a row of the vision stream is folded into."""
-        return self._own(patch) // self.merge**2
+        return _looked_up(self.blocks.argsort(), self._own(patch) // self.merge**2)
 
     def patch_at(self, row: Index, column: Index, frame: Index = 0) -> Index:
         """The row of the vision stream that holds the patch at a place of the grid of patches."""
         frames, height, width = self.grid
         frame, row = _within(frame, frames, "frame"), _within(row, height, "row")
         column, merge = _within(column, width, "column"), self.merge
-        block = (frame * (height // merge) + row // merge) * (width // merge) + column // merge
+        token = (frame * (height // merge) + row // merge) * (width // merge) + column // merge
+        block = _looked_up(self.blocks, token)
         return self.patches.start + (block * merge + row % merge) * merge + column % merge
 
     def patch_place(self, patch: Index) -> tuple[Index, Index, Index]:
@@ -246,8 +257,22 @@ def _items(model: Any, encoding: Mapping[str, torch.Tensor], kind: str, patch: i
             rows=rows,
             deepstack=slice(level, level + rows.stop - rows.start),
             patches=patches,
+            blocks=_blocks(model, (t, h, w)),
         )
         row, patch = rows.stop, patches.stop
+
+
+def _blocks(model: Any, grid: tuple[int, int, int]) -> torch.Tensor:
+    """[tokens], the place of each token's merge block among those of its image or video."""
+    window, merge = model.vision.window_size, model.vision.spatial_merge_size
+    if window is None:
+        return torch.arange(grid[0] * grid[1] * grid[2] // merge**2)
+    return _core.window_places(grid, merge, window // merge // model.vision.patch_size)
+
+
+def _looked_up(table: torch.Tensor, index: Index) -> Index:
+    """An element as an integer, or elements as a tensor."""
+    return table[index] if isinstance(index, torch.Tensor) else int(table[index])
 
 
 def _within(index: Index, count: int, name: str) -> Index:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 __all__ = [
+    "ExpertIndices",
+    "ExpertOutputs",
+    "ExpertWeights",
     "Gates",
     "HeadOutputs",
     "ImageFeatures",
@@ -25,6 +28,7 @@ __all__ = [
     "Pattern",
     "Queries",
     "Residual",
+    "RouterLogits",
     "State",
     "States",
     "Tokens",
@@ -70,6 +74,10 @@ LinearV = Layout("LinearV", "batch seq linear_heads linear_value_dim")
 Gates = Layout("Gates", "batch seq linear_heads")
 State = Layout("State", "batch linear_heads linear_key_dim linear_value_dim")
 States = Layout("States", "batch seq linear_heads linear_key_dim linear_value_dim")
+RouterLogits = Layout("RouterLogits", "batch seq experts")
+ExpertWeights = Layout("ExpertWeights", "batch seq top_k")
+ExpertIndices = Layout("ExpertIndices", "batch seq top_k", "int")
+ExpertOutputs = Layout("ExpertOutputs", "batch seq top_k hidden_size")
 Patches = Layout("Patches", "images patches vision_hidden_size")
 ImageTokenMask = Layout("ImageTokenMask", "batch seq", "bool")
 ImageFeatures = Layout("ImageFeatures", "image_tokens hidden_size")

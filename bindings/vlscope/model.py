@@ -28,7 +28,15 @@ __all__ = ["StandardizedTransformer", "load", "weight_counts"]
 
 _TASKS = ("image-text-to-text", "text-generation")
 _TENSORS = frozenset(
-    ("input_ids", "attention_mask", "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+    (
+        "input_ids",
+        "attention_mask",
+        "pixel_values",
+        "pixel_values_videos",
+        "image_grid_thw",
+        "video_grid_thw",
+        "second_per_grid_ts",
+    )
 )
 #: Part of a processor's encoding, and not needed: positions follow from the ids and the grids.
 _IGNORED = ("mm_token_type_ids", "token_type_ids")
@@ -80,6 +88,16 @@ def _check_device(device: str | torch.device) -> torch.device:
     return known
 
 
+def _check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A floating-point dtype, also by its name; None (or "auto") for the stored one."""
+    known = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if known is None or known == "auto":
+        return None
+    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+        raise InputError(f"dtype is {dtype!r}; give a floating-point dtype of torch, as in torch.bfloat16")
+    return known
+
+
 def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> Path:
     """The folder of a checkpoint."""
     if isinstance(path_or_id, torch.nn.Module):
@@ -88,6 +106,8 @@ def _find(path_or_id: str | os.PathLike[str], revision: str | None) -> Path:
         )
     if path_or_id == "demo":
         return _demo_folder()
+    if not os.fspath(path_or_id):
+        raise CheckpointNotFound('the path is empty: give a checkpoint folder, a hub id, or "demo"')
     path = Path(path_or_id)
     if path.is_dir():
         return path
@@ -194,7 +214,7 @@ class StandardizedTransformer(CausalLM):
         text, where = _read_config(folder)
         core = _core.Model.build(text, str(where), attn_implementation, task == "text-generation")
         self._folder, self._core = folder, core
-        self._dtype, self._device = dtype or torch_dtype, _check_device(device)
+        self._dtype, self._device = _check_dtype(dtype or torch_dtype), _check_device(device)
         self._copy = copy
         self._lock = threading.Lock()
         self._dispatched = False
@@ -229,7 +249,7 @@ class StandardizedTransformer(CausalLM):
 
     @property
     def family(self) -> str:
-        """`model_type` of the checkpoint: "qwen3_vl"."""
+        """`model_type` of the checkpoint: "qwen3_vl", "qwen2_5_vl", ..."""
         return self._config["model_type"]
 
     @property
@@ -279,7 +299,7 @@ class StandardizedTransformer(CausalLM):
 
     # --- running ---
 
-    def trace(self, prompt: Any = None, **inputs: Any) -> Any:
+    def trace(self, prompt: Any = ..., **inputs: Any) -> Any:
         """A forward of `prompt`, open inside a `with` block; see `Tracer`.
 
         `prompt` is a string, chat messages, token ids, a processor's encoding, or a list of these (a
@@ -287,15 +307,16 @@ class StandardizedTransformer(CausalLM):
         lists of frames, or arrays [frames, height, width, 3], and go with `video_metadata=[{"fps":
         24}]` and one of `fps=` (frames to take a second), `num_frames=` and
         `do_sample_frames=False`. Instead of a prompt the tensors can be given: `input_ids=,
-        attention_mask=, pixel_values=, pixel_values_videos=, image_grid_thw=, video_grid_thw=`.
+        attention_mask=, pixel_values=, pixel_values_videos=, image_grid_thw=, video_grid_thw=,
+        second_per_grid_ts=`.
         `logits_to_keep=n` computes the logits of the last n positions only.
         Without any input, a block for several forwards: see `InvokeTracer`.
 
         Raises:
             InputError: for inputs that do not fit the model or each other, before any compute.
         """
-        if prompt is None and not inputs:
-            return InvokeTracer(self)
+        if prompt is ...:
+            return self._tracer_for(**inputs) if inputs else InvokeTracer(self)
         return self._tracer_for(prompt, **inputs)
 
     def record(self, prompt: Any = None, *, keys: bool = False, **inputs: Any) -> Recording:
@@ -379,6 +400,8 @@ class StandardizedTransformer(CausalLM):
 
     def _prepare(self, prompt: Any = None, *, logits_to_keep: int = 0, **inputs: Any) -> _core.Inputs:
         """Whatever a trace accepts, as the tensors of one forward."""
+        if logits_to_keep:
+            logits_to_keep = _count("logits_to_keep", logits_to_keep)
         if isinstance(prompt, Recording):
             if inputs:
                 raise TypeError(f"a recording holds its own inputs; {', '.join(inputs)} cannot be given with it")
@@ -467,9 +490,10 @@ class StandardizedTransformer(CausalLM):
         >>> model.scan("Hello")["layers.0.self_attn.attention_queries"].shape
         torch.Size([1, 4, 1, 32])
         """
+        prepared = self._prepare(prompt, **inputs)
         offered = {
             (order, slot): torch.empty(shape, dtype=dtype, device="meta")
-            for order, slot, shape, dtype in self._core.scan(self._prepare(prompt, **inputs))
+            for order, slot, shape, dtype in self._core.scan(prepared)
         }
         found: dict[str, Any] = {}
         for index, place in enumerate(self._sites):
@@ -480,8 +504,12 @@ class StandardizedTransformer(CausalLM):
             if place.list:
                 rest = [part for (at, slot), part in offered.items() if at == order and slot >= place.slot]
                 found.setdefault(place.path, tuple(rest))
-            else:
-                found.setdefault(place.path, value[None] if place.images_axis else value)
+                continue
+            if place.images_axis:
+                value = value[None]
+            elif place.batch_axis:
+                value = value.unflatten(0, (len(prepared.input_ids), -1))
+            found.setdefault(place.path, value)
         return found
 
     # --- what stands in every trace ---
@@ -541,7 +569,10 @@ class StandardizedTransformer(CausalLM):
         if layer is not None:
             return _flat_support(self.layers[layer])
         rows: dict[str, Any] = dict(super().support())
-        rows.update(_list_support(self.layers))
+        blocks = _list_support(self.layers)
+        if self.task == "text-generation":
+            del blocks["deepstack_output"]
+        rows.update(blocks)
         if self.task == "image-text-to-text":
             rows.update({f"vision.{name}": reason for name, reason in self.vision.support().items()})
             blocks = _list_support(self.vision.layers)
@@ -632,7 +663,7 @@ class StandardizedTransformer(CausalLM):
             token_positions: index, slice or list along the tokens; all by default.
             batch_index: index, slice or list along the prompts; all by default.
         """
-        indices = [layers] if isinstance(layers, int) else layers
+        indices: Any = [layers] if np.ndim(layers) == 0 else layers
         count = self.num_layers
         rows = slice(None) if batch_index is None else batch_index
         tokens = slice(None) if token_positions is None else token_positions
@@ -640,7 +671,10 @@ class StandardizedTransformer(CausalLM):
             stream = self.layers[index].layer_output
             stream[rows, tokens] += factor * vector.to(stream)
 
-    def _layer_index(self, index: int, count: int) -> int:
+    def _layer_index(self, index: Any, count: int) -> int:
+        if isinstance(index, bool) or not hasattr(index, "__index__"):
+            raise TypeError(f"layer {index!r}: give the number of a block, 0 to {count - 1}")
+        index = operator.index(index)
         if not -count <= index < count:
             raise IndexError(f"layer {index}: the model has {count}, 0 to {count - 1}")
         return index % count

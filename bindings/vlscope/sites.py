@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError, Unavailable, UnknownSite
@@ -78,12 +79,15 @@ def dims(model: StandardizedTransformer, site: str) -> tuple[str, ...]:
     place, order = model._sites[index], _order(model, index)
     owner = place.path.rpartition(".")[0]
     own = model.get(owner) if owner else model
-    for host in (own, *_modules(model)):
+    for host in chain([own], _modules(model)):
         for offset, value in enumerate(host._kind.values):
             named = host._values + offset
-            if model._sites[named].slot == place.slot and model._core.order_of(named) == order:
+            other = model._sites[named]
+            if other.slot != place.slot or model._core.order_of(named) != order:
+                continue
+            if other.batch_axis == place.batch_axis:  # a native row of all prompts has no name
                 axes = tuple(value.dims.split())
-                return axes[1:] if model._sites[named].images_axis and not place.images_axis else axes
+                return axes[1:] if other.images_axis and not place.images_axis else axes
     raise InputError(f"the axes of {place.path} have no names: give a named value, see model.support()")
 
 

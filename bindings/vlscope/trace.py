@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -31,8 +32,8 @@ class StopTrace(Exception):
 
 
 class Saved(Mapping[str, Any]):
-    """What a trace has saved, by the site last read through; results of arithmetic are `saved.0`,
-    `saved.1`, ... In the order of saving."""
+    """What a trace has saved, by the site last read through; a second object of a site, assigned there
+    since, is `site#2`. Results of arithmetic are `saved.0`, `saved.1`, ... In the order of saving."""
 
     def __init__(self) -> None:
         self._items: dict[str, Any] = {}
@@ -44,6 +45,9 @@ class Saved(Mapping[str, Any]):
         if site is None:
             site = f"saved.{self._unnamed}"
             self._unnamed += 1
+        elif site in self._items:
+            # Assigned anew since: both were saved, and both are kept.
+            site = next(name for n in itertools.count(2) if (name := f"{site}#{n}") not in self._items)
         self._items[site] = value
 
     def _kept(self) -> Iterator[Any]:
@@ -236,7 +240,7 @@ class Tracer(_core.TracerBase, _Block):
         return getattr(self.root, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name == "saved":
+        if name.startswith("_"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.root, name, value)

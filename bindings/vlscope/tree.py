@@ -317,6 +317,7 @@ class Module(_core.ModuleBase):
                 f"{self._site_path or 'the model'} ({type(self).__name__}) cannot be skipped: it gives more than one "
                 "tensor. Assign the values that it gives, or skip the blocks below it."
             )
+        tracer._core.check_replaceable(self._index)
         if value is None:
             value = self.input
         if isinstance(value, (tuple, list)):
@@ -389,6 +390,9 @@ class Module(_core.ModuleBase):
         except AttributeError:
             if hasattr(type(self), name):
                 raise
+            if name in self._names():
+                what = f"{self._site_path}.{name}".lstrip(".")
+                raise AttributeError(f"{what} cannot be assigned: assign its input or output in a trace") from None
             raise self._unknown(name) from None
 
     def _unknown(self, name: str) -> AttributeError:
@@ -531,6 +535,13 @@ def set_state_after(self: Module, token: int, value: torch.Tensor) -> None:
     running.set_state_after(site, place, value)
 
 
+def __getitem__(self: Module, index: SupportsIndex) -> Module:  # of a Sequential
+    """The module at a place; negative ones count from the end."""
+    (place,) = _indices(index, len(self._children), f"{self._site_path}: module")
+    child: Module = self._children[str(place)]
+    return child
+
+
 def _make_class(kind: _core.Kind) -> type[Module]:
     values = {value.name: Value(value, offset) for offset, value in enumerate(kind.values)}
     namespace = {"__slots__": (), "__doc__": kind.doc, "__module__": __name__, "_kind": kind}
@@ -548,6 +559,7 @@ METHODS: dict[str, tuple[Callable[..., Any], ...]] = {
     "TextAttention": (attention_row,),
     "GatedAttention": (attention_row,),
     "GatedDeltaNet": (state_after, set_state_after),
+    "Sequential": (__getitem__,),
 }
 for _kind, _methods in METHODS.items():
     for _method in _methods:
@@ -591,6 +603,7 @@ SIZES_OF: dict[str, tuple[str, ...]] = {
         "spatial_merge_size",
         "window_size",
     ),
+    "TextMixture": ("num_experts", "top_k", "moe_intermediate_size"),
 }
 for _kind, _names in SIZES_OF.items():
     for _name in _names:

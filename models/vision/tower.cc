@@ -14,10 +14,6 @@
 namespace vlscope {
 namespace {
 
-std::int64_t block_area(const VisionConfig& config) {
-  return config.spatial_merge_size * config.spatial_merge_size;
-}
-
 /// Rotates in float32 and returns the dtype of `x`. `x` is `[patches, heads, head_dim]`.
 at::Tensor rotate_precisely(const at::Tensor& x, const VisionContext& context) {
   const at::ScalarType precise = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -54,6 +50,10 @@ at::Tensor PatchProjection::apply(const at::Tensor& x) const {
   return rows.view({x.size(0), weight_.size(0), 1, 1, 1});
 }
 
+at::Tensor PatchProjection::output_like(const at::Tensor& x) const {
+  return shaped_like(weight_, {x.size(0), weight_.size(0), 1, 1, 1});
+}
+
 PatchEmbed::PatchEmbed(Module* parent, std::string name, const VisionConfig& config, bool with_bias)
     : Module(parent, std::move(name), kinds::patch_embed),
       proj(this, "proj", config, with_bias),
@@ -69,6 +69,10 @@ Flow<at::Tensor> PatchEmbed::operator()(Trace& trace, at::Tensor pixels) const {
   }
   co_await trace.at(output, pixels);
   co_return pixels;
+}
+
+at::Tensor PatchEmbed::output_like(const at::Tensor& pixels) const {
+  return shaped_like(proj.weight(), {pixels.size(0), proj.weight().size(0)});
 }
 
 VisionRotary::VisionRotary(Module* parent, std::string name, const VisionConfig& config)
@@ -156,18 +160,19 @@ at::Tensor VisionAttention::heads_of(const Segment& segment, const at::Tensor& p
   return ops::attend(ops::attention_probabilities(ops::full_scores(q, k, scale_)), v);
 }
 
-VisionMlp::VisionMlp(Module* parent, std::string name, const VisionConfig& config)
+TwoLayerMlp::TwoLayerMlp(Module* parent, std::string name, const VisionConfig& config,
+                         const Names& names)
     : Module(parent, std::move(name), kinds::vision_mlp),
-      linear_fc1(this, "linear_fc1", config.hidden_size, config.intermediate_size, true),
-      act_fn(this, "act_fn", config.hidden_act),
-      linear_fc2(this, "linear_fc2", config.intermediate_size, config.hidden_size, true) {}
+      up_(this, names.up, config.hidden_size, config.intermediate_size, true),
+      act_fn_(this, names.act_fn, config.hidden_act),
+      down_(this, names.down, config.intermediate_size, config.hidden_size, true) {}
 
-Flow<at::Tensor> VisionMlp::operator()(Trace& trace, at::Tensor x) const {
+Flow<at::Tensor> TwoLayerMlp::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) {
-    x = co_await linear_fc1(trace, std::move(x));
-    x = co_await act_fn(trace, std::move(x));
-    x = co_await linear_fc2(trace, std::move(x));
+    x = co_await up_(trace, std::move(x));
+    x = co_await act_fn_(trace, std::move(x));
+    x = co_await down_(trace, std::move(x));
   }
   co_await trace.at(output, x);
   co_return x;
@@ -186,6 +191,10 @@ Merger::Merger(Module* parent, std::string name, const Kind& kind, const VisionC
                  config.out_hidden_size, true),
       block_width_(config.hidden_size * block_area(config)),
       norm_(norm) {}
+
+at::Tensor Merger::output_like(const at::Tensor& x) const {
+  return linear_fc2.output_like(x.reshape({-1, block_width_}));
+}
 
 Flow<at::Tensor> Merger::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/clone.h>
 
 #include <optional>
 #include <string>
@@ -32,6 +33,17 @@ class VisionTower : public Module {
 /// The norms of a tower, whatever its config says.
 inline constexpr double kVisionNormEps = 1e-6;
 
+/// Patches that become one image token.
+inline std::int64_t block_area(const VisionConfig& config) {
+  return config.spatial_merge_size * config.spatial_merge_size;
+}
+
+/// A stream that has been read and will be offered again. A graph keeps what its operations have
+/// read, so an edit from here on goes to a tensor of its own.
+inline at::Tensor beyond_its_reader(const at::Tensor& x) {
+  return x.requires_grad() ? x.clone() : x;
+}
+
 /// What every block of the tower reads besides the stream. Cheap to copy: tensors are shared.
 struct VisionContext {
   at::Tensor cu_seqlens;                      ///< `[segments + 1]` int32
@@ -48,6 +60,8 @@ class PatchProjection : public Leaf {
   /// `[patches, channels, frames, side, side]` -> `[patches, hidden, 1, 1, 1]`. In float32 on the
   /// CPU by the convolution, whose bits are the reference's; elsewhere by the equal matrix product.
   at::Tensor apply(const at::Tensor& x) const override;
+  at::Tensor output_like(const at::Tensor& x) const override;
+  const at::Tensor& weight() const { return weight_; }
   at::ScalarType dtype() const { return weight_.scalar_type(); }
 
  private:
@@ -59,6 +73,7 @@ class PatchEmbed : public Module {
  public:
   PatchEmbed(Module* parent, std::string name, const VisionConfig& config, bool with_bias);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor pixels) const;
+  at::Tensor output_like(const at::Tensor& pixels) const override;
 
   PatchProjection proj;
 
@@ -104,15 +119,27 @@ class VisionAttention : public Module {
   bool eager_;
 };
 
-/// linear_fc2(gelu(linear_fc1(x))).
-class VisionMlp : public Module {
+/// Linear, activation, linear.
+class TwoLayerMlp : public Module {
  public:
-  VisionMlp(Module* parent, std::string name, const VisionConfig& config);
+  /// What the family calls the three.
+  struct Names {
+    const char *up, *act_fn, *down;
+  };
+  TwoLayerMlp(Module* parent, std::string name, const VisionConfig& config, const Names& names);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
 
-  Linear linear_fc1;
-  Activation act_fn;
-  Linear linear_fc2;
+ private:
+  Linear up_;
+  Activation act_fn_;
+  Linear down_;
+};
+
+/// linear_fc2(gelu(linear_fc1(x))).
+class VisionMlp : public TwoLayerMlp {
+ public:
+  VisionMlp(Module* parent, std::string name, const VisionConfig& config)
+      : TwoLayerMlp(parent, std::move(name), config, {"linear_fc1", "act_fn", "linear_fc2"}) {}
 };
 
 /// h = x + attn(norm1(x));  out = h + mlp(norm2(h)).
@@ -155,6 +182,7 @@ class Merger : public Module {
   Merger(Module* parent, std::string name, const Kind& kind, const VisionConfig& config, Norm norm);
   /// `[patches, hidden]` -> `[image_tokens, out_hidden_size]`.
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
+  at::Tensor output_like(const at::Tensor& x) const override;
 
   LayerNorm norm;
   Linear linear_fc1;

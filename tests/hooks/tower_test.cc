@@ -24,18 +24,16 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-const Kind kEye{
-    "Eye",
-    "Patches, doubled twice.",
-    {{"x"}},
-    Form::kTensor,
-    {{"x"}},
-    {{"patches", "Patches", "images patches width", "", "output", 0, View::kImagesAxis},
-     {"index", "Tokens", "patches width", "", "output", 0, View::kCopy,
-      "index follows from the patches: assign patches"},
-     {"pattern", "Pattern", "", "", "output", 0, View::kWhole, "", "no one tensor is the pattern"}},
-    {},
-    /*keeps_shape=*/true};
+const Kind kEye{"Eye",
+                "Patches, doubled twice.",
+                {{"x"}},
+                Form::kTensor,
+                {{"x"}},
+                {{"patches", "Patches", "images patches width", "", "output", 0, View::kImagesAxis},
+                 {"index", "Tokens", "patches width", "", "output", 0, View::kCopy,
+                  "index follows from the patches: assign patches"},
+                 {"pattern", "Pattern", "", "", "output", 0, View::kWhole, "",
+                  "no one tensor is the pattern"}}};
 const Kind kHead{
     "Head", "Scores, and their sum for who asks.", {{"x"}}, Form::kTuple, {{"scores"}, {"total"}}};
 const Kind kTower{"Tower", "An eye and a head.", {{"x"}, {"absent", true}}, Form::kTensor, {{"x"}}};

@@ -25,8 +25,8 @@ def collect(model: StandardizedTransformer, prompt: Prompt, sites: str | Iterabl
     names = expand(model, sites)
     if not names:
         return {}
-    with torch.no_grad(), model.trace(**encoded(model, prompt)) as tracer:
-        return {name: save(read(tracer, name)) for name in names}
+    with torch.no_grad(), model.trace(**encoded(model, prompt)):
+        return {name: save(read(model, name)) for name in names}
 
 
 def zero(value: torch.Tensor, site: str) -> torch.Tensor:

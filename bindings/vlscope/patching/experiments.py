@@ -153,12 +153,12 @@ def attribution(
     sites = expand_below(model, site, layers)
     where, shape = _layout(model, target, sites, axis)
     values = collect(model, source, sites)
-    with torch.enable_grad(), model.trace(**target, **measure.needs) as tracer:
+    with torch.enable_grad(), model.trace(**target, **measure.needs):
         served = []
         for name in sites:
-            value = read(tracer, name)
+            value = read(model, name)
             served.append(value if value.requires_grad else value.requires_grad_())
-        score = measure.of(tracer.logits)
+        score = measure.of(model.logits)
         gradients = torch.autograd.grad(score, served, allow_unused=True)
     rows = []
     for name, value, gradient in zip(sites, served, gradients, strict=True):
@@ -219,17 +219,17 @@ def path(
     donor, base = collect(model, source, sender), collect(model, target, held)
     noted: dict[str, torch.Tensor] = {}
     measure = _metric(model, metric)
-    with torch.no_grad(), model.trace(**target, **measure.needs) as tracer:
-        replace(tracer, sender, donor, **(sender_at or {}))
+    with torch.no_grad(), model.trace(**target, **measure.needs):
+        replace(model, sender, donor, **(sender_at or {}))
         for site in expand(model, [*targets, *held]):
             if site in targets:
-                noted[site] = read(tracer, site).clone()
+                noted[site] = read(model, site).clone()
             if site in held:
-                write(tracer, site, base[site])
-    with torch.no_grad(), model.trace(**target, **measure.needs) as tracer:
+                write(model, site, base[site])
+    with torch.no_grad(), model.trace(**target, **measure.needs):
         for site in targets:
-            replace(tracer, site, noted, **(receiver_at or {}))
-        return measure.of(tracer.logits).item()
+            replace(model, site, noted, **(receiver_at or {}))
+        return measure.of(model.logits).item()
 
 
 def _between(
@@ -274,9 +274,9 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
         for row, site in enumerate(plan.sites):
             for column, indices in enumerate(columns):
-                with model.trace(recorded, **plan.measure.needs) as tracer:
-                    replace(tracer, site, by, **{axis: indices})
-                    values[row, column] = plan.measure.of(tracer.logits)
+                with model.trace(recorded, **plan.measure.needs):
+                    replace(model, site, by, **{axis: indices})
+                    values[row, column] = plan.measure.of(model.logits)
                 bar.update()
     return Cells(values, corrupted=corrupted, clean=None, **_labels(model, run, plan.sites, columns, axis))
 
@@ -306,8 +306,8 @@ class _Measure:
 
     def run(self, model: StandardizedTransformer, run: Mapping[str, Any]) -> float:
         """The metric of a plain run."""
-        with torch.no_grad(), model.trace(**run, **self.needs) as tracer:
-            return self.of(tracer.logits).item()
+        with torch.no_grad(), model.trace(**run, **self.needs):
+            return self.of(model.logits).item()
 
 
 def _metric(model: StandardizedTransformer, metric: Metric) -> _Measure:

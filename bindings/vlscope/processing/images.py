@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 _BICUBIC = 3
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 # `size` counts pixels under these names; the older files of the family use the second of each pair.
 _SIZE_KEYS = {
     "shortest_edge": "min_pixels",
@@ -53,8 +53,8 @@ class ImageSettings:
     do_rescale: bool = True
     do_normalize: bool = True
     rescale_factor: float = 1 / 255
-    image_mean: tuple[float, ...] = _CLIP_MEAN
-    image_std: tuple[float, ...] = _CLIP_STD
+    image_mean: tuple[float, ...] = CLIP_MEAN
+    image_std: tuple[float, ...] = CLIP_STD
     resample: int = _BICUBIC
 
     _noun = "image"

@@ -18,7 +18,16 @@ from ..errors import CheckpointNotFound, ConfigError, InputError
 from .conversation import Sources, is_conversation, split_media, user_turn
 from .images import ImageProcessor, ImageSettings, flatten_images, load_images, token_counts
 from .text import ChatTemplate, Encoding, Tokenizer, pad_rows, read_json
-from .videos import Video, VideoProcessor, VideoSettings, flatten_videos, frame_token_counts, is_video, load_videos
+from .videos import (
+    Qwen2VideoSettings,
+    Video,
+    VideoProcessor,
+    VideoSettings,
+    flatten_videos,
+    frame_token_counts,
+    is_video,
+    load_videos,
+)
 
 _WRITTEN_PLACEHOLDER = "<|vision_start|><|{}_pad|><|vision_end|>"
 
@@ -85,12 +94,15 @@ class Processor:
         chat_template: ChatTemplate | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`config` is the model's config.json: the ids of the special tokens of a folder without a tokenizer."""
+        """`config` is the model's config.json: its family, and the ids of the special tokens of a folder without a
+        tokenizer."""
         self.tokenizer = tokenizer
         self.image_processor = image_processor
         self.video_processor = video_processor
         self._template = chat_template
         config = config or {}
+        #: Whether the model places a video in time by the seconds between its frames.
+        self._counts_seconds = config.get("model_type") == "qwen2_5_vl"
         self.image_token_id = self._special_id(self.image_token, config.get("image_token_id"))
         self.video_token_id = self._special_id(self.video_token, config.get("video_token_id"))
         self.vision_start_token_id = self._special_id(self.vision_start_token, config.get("vision_start_token_id"))
@@ -373,7 +385,12 @@ class Processor:
         if media.pixels and self.image_processor:
             patches |= self.image_processor.process(media.pixels, call.images)
         if media.clips and self.video_processor:
-            patches |= self.video_processor.process(media.clips, call.videos())
+            settings = call.videos()
+            patches |= self.video_processor.process(media.clips, settings)
+            if self._counts_seconds:
+                patches["second_per_grid_ts"] = torch.tensor(
+                    [settings.temporal_patch_size / clip.sampled_fps for clip in media.clips]
+                )
         return patches
 
     def _expand(self, row: _Row, counts: Mapping[str, Sequence[int]], clips: Sequence[tuple[Video, int]]) -> list[int]:
@@ -390,14 +407,16 @@ class Processor:
         ids = row.ids
         if clips:  # the times are text, whose tokens depend on what stands beside them
             head, *tails = row.text.split(self.video_token)
-            written = [self._written_frames(clip.times, tokens) for clip, tokens in clips]
+            written = [self._written_video(clip.times, tokens) for clip, tokens in clips]
             pieces = [frames + tail for frames, tail in zip(written, tails, strict=True)]
             ids = self._tokenizer().encode("".join([head, *pieces]))
         repeats = iter(counts["image"])
         return [same for token in ids for same in [token] * (next(repeats) if token == self.image_token_id else 1)]
 
-    def _written_frames(self, times: Sequence[float], tokens: int) -> str:
-        """What a video's placeholder becomes: each temporal patch behind its time."""
+    def _written_video(self, times: Sequence[float], tokens: int) -> str:
+        """What a video's placeholder becomes: each temporal patch behind its time, or all in one run."""
+        if self.video_processor and not self.video_processor.settings.tells_times:
+            return self.video_token * (len(times) * tokens)
         patch = self.vision_start_token + self.video_token * tokens + self.vision_end_token
         return "".join(f"<{time:.1f} seconds>{patch}" for time in times)
 
@@ -447,7 +466,7 @@ class Processor:
         ]
         joined = self._pad(rows, True, None, side, "pt")
         joined["mm_token_type_ids"] = self._token_types(joined["input_ids"])
-        for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+        for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"):
             if parts := [encoding[name] for encoding in encodings if name in encoding]:
                 joined[name] = torch.cat(parts)
         return joined
@@ -541,14 +560,25 @@ def _read_image_settings(folder: Path) -> ImageSettings | None:
 
 
 def _read_video_processor(folder: Path) -> VideoProcessor | None:
-    """The video part of processor_config.json, else video_preprocessor_config.json, else the file of images."""
+    """The video part of processor_config.json, else video_preprocessor_config.json, else the file of images.
+
+    Where the file does not name the class, the model's family does.
+    """
     path = folder / "processor_config.json"
     config = (read_json(path) or {}).get("video_processor")
     for name in ("video_preprocessor_config.json", "preprocessor_config.json"):
         if config is None:
             path = folder / name
             config = read_json(path)
-    return None if config is None else VideoProcessor(VideoSettings.from_config(config, str(path)))
+    if config is None:
+        return None
+    declared = config.get("video_processor_type")
+    if declared is None:
+        qwen2 = str((read_json(folder / "config.json") or {}).get("model_type")).startswith("qwen2")
+    else:
+        qwen2 = str(declared).startswith("Qwen2VL")
+    kind = Qwen2VideoSettings if qwen2 else VideoSettings
+    return VideoProcessor(kind.from_config(config, str(path)))
 
 
 def _missing(sources: Sequence[Any]) -> int:

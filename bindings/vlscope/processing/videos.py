@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from .. import _core
 from ..errors import InputError
-from .images import ImageSettings, load_image, naming, set_option
+from .images import CLIP_MEAN, CLIP_STD, ImageSettings, load_image, naming, set_option
 from .text import check_return_tensors
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _ASSUMED_FPS = 24
 
 @dataclasses.dataclass(frozen=True)
 class VideoSettings(ImageSettings):
-    """How videos become patches. The defaults are those of transformers' `Qwen3VLVideoProcessor`.
+    """How videos become patches in the Qwen3 lines. The defaults are those of transformers' `Qwen3VLVideoProcessor`.
 
     `min_pixels` and `max_pixels` bound frames * height * width after resizing. `fps` (frames to take
     of each second) and `num_frames` exclude each other: to give one takes back the other.
@@ -49,6 +50,8 @@ class VideoSettings(ImageSettings):
     _type_key = "video_processor_type"
     _type = "Qwen3VLVideoProcessor"
     _optional = ("fps",)
+    #: Whether each temporal patch stands in the prompt by itself, behind a text that tells its time.
+    tells_times: ClassVar[bool] = True
 
     def replace(self, **changes: Any) -> Self:
         given = {name: changes[name] for name in ("fps", "num_frames") if changes.get(name) is not None}
@@ -88,6 +91,46 @@ class VideoSettings(ImageSettings):
 
 
 @dataclasses.dataclass(frozen=True)
+class Qwen2VideoSettings(VideoSettings):
+    """How videos become patches in the Qwen2 lines. The defaults are those of transformers' `Qwen2VLVideoProcessor`.
+
+    `min_pixels` and `max_pixels` bound height * width of each frame. Frames are taken only on demand.
+    """
+
+    patch_size: int = 14
+    min_pixels: int = 128 * 28 * 28
+    max_pixels: int = 28 * 28 * 768
+    image_mean: tuple[float, ...] = CLIP_MEAN
+    image_std: tuple[float, ...] = CLIP_STD
+    do_sample_frames: bool = False
+    fps: float | None = None
+    max_video_tokens: int = 128000
+
+    _type = "Qwen2VLVideoProcessor"
+    tells_times = False
+
+    def native_video(self) -> _core.VideoOptions:
+        options = super().native_video()
+        options.bounds_frames = True
+        return options
+
+    def sample(self, total: int, fps: float) -> list[int]:
+        """Which frames are taken: a multiple of `temporal_patch_size` at even distances; all of a shorter video."""
+        depth = self.temporal_patch_size
+        if self.num_frames is not None:
+            count = round(self.num_frames / depth) * depth
+        elif self.fps is not None:
+            most = min(self.max_frames, total) // depth * depth
+            wanted = min(max(total / fps * self.fps, self.min_frames), most)
+            count = math.floor(wanted / depth) * depth
+        else:
+            count = total
+        if count > total:
+            raise InputError(f"num_frames is {self.num_frames}, and the video has {total}")
+        return torch.arange(0, total, total / max(count, min(depth, total))).int().tolist()
+
+
+@dataclasses.dataclass(frozen=True)
 class Clip:
     """A list that is known to be the frames of one video, paths of pictures among them."""
 
@@ -96,11 +139,12 @@ class Clip:
 
 @dataclasses.dataclass(frozen=True)
 class Video:
-    """The frames that are taken of one video, uint8 RGB [frames, height, width, 3], and the time of each temporal
-    patch in seconds."""
+    """The frames that are taken of one video, uint8 RGB [frames, height, width, 3], the time of each temporal patch
+    in seconds, and how many frames of a second were taken."""
 
     frames: np.ndarray
     times: list[float]
+    sampled_fps: float
 
 
 class VideoProcessor:
@@ -249,7 +293,16 @@ def _load_video(frames: Any, metadata: Mapping[str, Any], settings: VideoSetting
         raise InputError("the video has no frames")
     fps = metadata.get("fps") or _ASSUMED_FPS
     taken, moments = _taken(len(frames), fps, metadata, settings)
-    return Video(_stacked(frames, taken), _times(moments, fps, settings.temporal_patch_size))
+    times = _times(moments, fps, settings.temporal_patch_size)
+    return Video(_stacked(frames, taken), times, _sampled_fps(len(taken), len(frames), metadata, settings))
+
+
+def _sampled_fps(taken: int, given: int, metadata: Mapping[str, Any], settings: VideoSettings) -> float:
+    """How many of a second's frames were taken: those of the video, unless it says that some were left out."""
+    fps = metadata.get("fps")
+    total = given if settings.do_sample_frames else metadata.get("total_num_frames")
+    known = settings.do_sample_frames or metadata.get("frames_indices") is not None
+    return taken / total * fps if fps and total and known else fps or _ASSUMED_FPS
 
 
 def _taken(count: int, fps: float, metadata: Mapping[str, Any], settings: VideoSettings) -> tuple[list[int], list[int]]:

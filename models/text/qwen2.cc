@@ -1,0 +1,19 @@
+#include "models/text/qwen2.h"
+
+#include <utility>
+
+namespace vlscope {
+
+BiasedAttention::BiasedAttention(Module* parent, std::string name, const TextConfig& config,
+                                 bool eager)
+    : TextAttention(parent, std::move(name), config, eager, {.qkv = true, .out = false}) {}
+
+Flow<TextAttention::Heads> BiasedAttention::project(Trace& trace, at::Tensor x) const {
+  Heads heads;
+  heads.q = co_await q_proj(trace, x);
+  heads.k = co_await k_proj(trace, x);
+  heads.v = co_await v_proj(trace, std::move(x));
+  co_return Heads{per_head(heads.q), per_head(heads.k), per_head(heads.v)};
+}
+
+}  // namespace vlscope

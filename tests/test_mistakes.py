@@ -1,0 +1,147 @@
+"""Mistakes that would pass in silence if nobody looked: wrong shapes that broadcast, dead scopes, odd arguments."""
+# ruff: noqa: B018 - an attribute that is read and dropped is what many of these tests are about
+
+import contextvars
+
+import numpy as np
+import pytest
+import torch
+
+import vlscope
+
+
+@pytest.fixture(scope="module")
+def model(vlscope_model):
+    return vlscope_model("dense")
+
+
+@pytest.fixture(scope="module")
+def image(inputs):
+    return inputs("dense", "one_image")
+
+
+# --- skips ------------------------------------------------------------------------------------------------------
+
+WRONG_SKIPS = [
+    ("layers.1.self_attn.q_proj", lambda m: torch.zeros(1, 1, 64)),
+    ("layers.1.mlp.down_proj", lambda m: torch.zeros(1, 1, 1)),
+    ("layers.1.input_layernorm", lambda m: torch.zeros(m.hidden_size)),
+    ("embed_tokens", lambda m: torch.zeros(1, 1, m.hidden_size)),
+    ("projector", lambda m: torch.zeros(1, m.hidden_size)),
+    ("vision.patch_embed", lambda m: torch.zeros(1, m.vision.hidden_size)),
+    ("vision.deepstack_merger_list.0", lambda m: torch.zeros(1, m.hidden_size)),
+    ("vision.layers.1.mlp.linear_fc1", lambda m: torch.zeros(1, 64)),
+    ("lm_head", lambda m: torch.zeros(1, 1, m.vocab_size)),
+    ("layers.2.mlp", lambda m: torch.zeros(1, 1, m.hidden_size)),
+]
+
+
+@pytest.mark.parametrize("path, value", WRONG_SKIPS, ids=[path for path, _ in WRONG_SKIPS])
+def test_a_skip_by_what_would_broadcast_is_refused_naming_both_shapes(model, image, path, value):
+    with pytest.raises(vlscope.InputError, match="is skipped with .* but what leaves it is"), model.trace(**image):
+        model.get(path).skip(value(model))
+        model.logits
+
+
+@pytest.mark.parametrize("path", [path for path, _ in WRONG_SKIPS])
+def test_a_skip_by_what_the_module_gives_changes_nothing(model, image, path):
+    plain = model(**image).logits
+    with model.trace(**image):
+        given = model.get(path).output
+    with model.trace(**image):
+        model.get(path).skip(given.clone())
+        assert torch.equal(model.logits, plain)
+
+
+def test_the_next_token_follows_a_skipped_head(model, image):
+    logits = torch.randn(1, image["input_ids"].shape[1], model.vocab_size)
+    with model.trace(**image):
+        model.lm_head.skip(logits)
+        probs = model.next_token_probs.save()
+    assert torch.equal(probs, logits[:, -1].softmax(-1))
+
+
+def test_a_skip_that_comes_too_late_speaks_of_skipping(model, image):
+    with model.trace(**image):
+        model.layers[1].self_attn.attention_queries
+        with pytest.raises(vlscope.OutOfOrderError, match=r"layers\.1 cannot be skipped"):
+            model.layers[1].skip()
+
+
+# --- scopes -----------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_that_ended_elsewhere_is_innermost_nowhere(model, image):
+    """A task that was started inside a block outlives it, with the block's context."""
+    seen = {}
+
+    def late():
+        for name, act in (("read", lambda: model.logits), ("save", lambda: torch.ones(1).save())):
+            with pytest.raises(ValueError, match="with model.trace"):
+                act()
+            seen[name] = True
+
+    with model.trace(**image):
+        context = contextvars.copy_context()
+    context.run(late)
+    assert seen == {"read": True, "save": True}
+
+
+def test_two_objects_saved_at_one_site_are_both_kept(model, image):
+    with model.trace(**image) as tracer:
+        before = model.layers[0].layer_output.save()
+        model.layers[0].layer_output = torch.zeros_like(before)
+        after = model.layers[0].layer_output.save()
+    assert tracer.saved["layers.0.layer_output"] is before and tracer.saved["layers.0.layer_output#2"] is after
+    with pytest.raises(AttributeError):
+        tracer.saved = 3
+
+
+# --- arguments --------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_given_as_any_kind_of_integer_and_as_nothing_else(model, image):
+    vector = torch.ones(model.hidden_size)
+
+    def steered(layers):
+        with model.trace(**image):
+            model.steer(layers, vector)
+            return model.logits.clone()
+
+    for layers in (np.int64(2), [np.int32(2)], torch.tensor(2), np.array([2]), range(2, 3), -2):
+        assert torch.equal(steered(layers), steered(2))
+    for layers in (True, 2.0, "2", [False]):
+        with pytest.raises(TypeError, match="give the number of a block"):
+            steered(layers)
+
+
+@pytest.mark.parametrize("keep", [1.5, "2", -1, True])
+def test_a_number_of_logits_that_is_none_is_refused(model, image, keep):
+    with pytest.raises(vlscope.InputError, match="logits_to_keep is"):
+        model.trace(**image, logits_to_keep=keep)
+
+
+def test_a_dtype_goes_by_its_name_too(model):
+    assert vlscope.load(model.folder, dtype="bfloat16").dtype == torch.bfloat16
+    assert vlscope.load(model.folder, dtype="auto").dtype == torch.float32
+    for dtype in ("bf17", torch.int32, 3):
+        with pytest.raises(vlscope.InputError, match="dtype is"):
+            vlscope.load(model.folder, dtype=dtype)
+
+
+def test_nothing_is_no_prompt_and_no_path(model):
+    with pytest.raises(vlscope.InputError, match="there is no prompt"):
+        model.trace(None)
+    with pytest.raises(vlscope.CheckpointNotFound, match="the path is empty"):
+        vlscope.load("")
+
+
+def test_a_load_without_a_processor_lists_no_value_of_images(model):
+    rows = vlscope.load(model.folder, task="text-generation").support()
+    assert "deepstack_output" not in rows and not any(name.startswith("vision.") for name in rows)
+
+
+def test_a_module_cannot_be_assigned_and_is_not_suggested(model):
+    with pytest.raises(AttributeError, match=r"layers cannot be assigned") as caught:
+        model.layers = 3
+    assert "Did you mean" not in str(caught.value)
