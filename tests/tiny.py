@@ -206,6 +206,44 @@ def _qwen2(model_type, text, vision, tied, mrope_section):
     }
 
 
+def _mixture(config, **text):
+    """A config of Qwen3-VL with experts for the MLPs."""
+    return {**config, "model_type": "qwen3_vl_moe", "text_config": {**config["text_config"], **text}}
+
+
+QWEN3_VL_MOE = {
+    # Every block a mixture: two of six experts.
+    "moe": _mixture(
+        QWEN3_VL["dense"],
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=40,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    ),
+    # The hub's order of the experts' axes; three of eight; the second block and the last but one are dense.
+    "moe_hub": _mixture(
+        QWEN3_VL["ungrouped"],
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        decoder_sparse_step=1,
+        mlp_only_layers=[1, 3],
+    ),
+    # The hub's order where one of its shapes does not tell: hidden == 2 * moe_intermediate. Every second block.
+    "moe_square": _mixture(
+        QWEN3_VL["one_kv_head"],
+        num_experts=4,
+        num_experts_per_tok=1,
+        moe_intermediate_size=20,
+        decoder_sparse_step=2,
+        mlp_only_layers=[],
+    ),
+}
+
+#: Checkpoints whose experts are stored as the hub has them, [experts, in, out].
+EXPERTS_EXCHANGED = {"moe_hub", "moe_square"}
+
 QWEN2_5_VL = {
     # Windows of 2 x 2 image tokens in all blocks but the second; a time step of 2 a second.
     "qwen2_5": _qwen2(
@@ -397,7 +435,7 @@ QWEN3_5 = {
     ),
 }
 
-CONFIGS = {**QWEN3_VL, **QWEN2_5_VL, **QWEN2_VL, **QWEN3_5}
+CONFIGS = {**QWEN3_VL, **QWEN3_VL_MOE, **QWEN2_5_VL, **QWEN2_VL, **QWEN3_5}
 
 #: Families in which a video is one run of tokens, as against a run for each frame.
 WHOLE_VIDEOS = {*QWEN2_5_VL, *QWEN2_VL}
@@ -418,6 +456,8 @@ def randomise(model, seed):
             parameter.normal_(0, std, generator=generator)
         elif "pos_embed" in name:
             parameter.normal_(0, 0.5, generator=generator)
+        elif "experts" in name:
+            parameter.normal_(0, 1.2 / math.sqrt(parameter.shape[-1]), generator=generator)
         elif parameter.ndim >= 2:
             parameter.normal_(0, 1.2 / math.sqrt(parameter[0].numel()), generator=generator)
         elif "norm" in name and name.endswith("weight"):
@@ -438,6 +478,34 @@ def copy_processor_files(folder, patch_size=16):
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
+def is_experts(key):
+    return key.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def exchanged(key, value):
+    """A tensor as the hub stores it: that of experts with its last two axes exchanged."""
+    return value.transpose(1, 2).contiguous() if is_experts(key) else value
+
+
+def split(stored):
+    """The same tensors with every expert's matrices stored by themselves."""
+    parts = {}
+    for key, value in stored.items():
+        names = ("gate_proj", "up_proj") if key.endswith("gate_up_proj") else ("down_proj",)
+        for expert, matrix in enumerate(value if is_experts(key) else ()):
+            for name, part in zip(names, matrix.chunk(len(names)), strict=True):
+                parts[f"{key.rpartition('.')[0]}.{expert}.{name}.weight"] = part.contiguous()
+    return parts | {key: value for key, value in stored.items() if not is_experts(key)}
+
+
+def restore(folder, change):
+    """Stores what `change` makes of the tensors of a checkpoint of one file."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    save_file(change({key: value.clone() for key, value in load_file(path).items()}), path, {"format": "pt"})
+
+
 def build(name, folder, dtype=torch.float32, **save_options):
     """Writes the checkpoint `name` of `CONFIGS` into `folder` and returns the folder."""
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -449,5 +517,7 @@ def build(name, folder, dtype=torch.float32, **save_options):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model.to(dtype).save_pretrained(folder, **save_options)
+    if name in EXPERTS_EXCHANGED:
+        restore(folder, lambda stored: {key: exchanged(key, value) for key, value in stored.items()})
     copy_processor_files(folder, config.vision_config.patch_size)
     return folder

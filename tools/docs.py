@@ -24,18 +24,21 @@ from vlscope.tree import KINDS, METHODS, SIZES_OF
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "tests" / "data" / "configs"
-SIZES = ("2b", "4b", "8b", "32b")
+SIZES = ("2b", "4b", "8b", "32b", "30b-a3b", "235b-a22b")
+#: Released configs of the families whose modules the built-in model has not.
+OTHER_FAMILIES = ("qwen3-vl-30b-a3b-instruct", "qwen2.5-vl-3b-instruct", "qwen2-vl-2b-instruct")
 
 #: Where each kind that serves values stands in the tree.
 HOSTS = {
-    "CausalLM": "model",
-    "TextLayer": "model.layers[i]",
-    "TextAttention": "model.layers[i].self_attn",
-    "TextMLP": "model.layers[i].mlp",
-    "Vision": "model.vision",
-    "VisionLayer": "model.vision.layers[i]",
-    "VisionAttention": "model.vision.layers[i].self_attn",
-    "VisionMLP": "model.vision.layers[i].mlp",
+    "CausalLM": "`model`",
+    "TextLayer": "`model.layers[i]`",
+    "TextAttention": "`model.layers[i].self_attn`",
+    "TextMLP": "`model.layers[i].mlp`",
+    "TextMixture": "`model.layers[i].mlp`, where it is a mixture of experts",
+    "Vision": "`model.vision`",
+    "VisionLayer": "`model.vision.layers[i]`",
+    "VisionAttention": "`model.vision.layers[i].self_attn`",
+    "VisionMLP": "`model.vision.layers[i].mlp`",
 }
 
 VALUES_HEAD = """# Values
@@ -86,17 +89,21 @@ def access(value: _core.Value) -> str:
     return "read" if value.read_only else "read, write"
 
 
-class Forward:
-    """When the built-in model comes by its values, found without running it."""
+def hosts(model: vlscope.StandardizedTransformer, kind: _core.Kind) -> list[vlscope.Module]:
+    entries = [entry for entry in model._entries if entry["kind"] == kind.name]
+    return [model.get(entry["path"]) if entry["path"] else model for entry in entries]
 
-    def __init__(self) -> None:
-        self.model = vlscope.load("demo", dispatch=False)
+
+class Forward:
+    """When a model comes by its values, found without running it."""
+
+    def __init__(self, model: vlscope.StandardizedTransformer) -> None:
+        self.model = model
         text = _core.Inputs({"input_ids": torch.tensor([[0]])})
         self._on_text = {order for order, *_ in self.model._core.scan(text)}
 
     def hosts(self, kind: _core.Kind) -> list[vlscope.Module]:
-        entries = [entry for entry in self.model._entries if entry["kind"] == kind.name]
-        return [self.model.get(entry["path"]) if entry["path"] else self.model for entry in entries]
+        return hosts(self.model, kind)
 
     def place(self, host: vlscope.Module, offset: int) -> int | None:
         """Number of a value's location in the forward; None where it is not served."""
@@ -116,11 +123,11 @@ class Forward:
         """The values of the whole model and of the first block of each tower; those of one location on a line."""
         lines: dict[int, list[str]] = {}
         for kind in _core.all_kinds():
-            host = self.hosts(kind)[0]
-            for offset in range(len(kind.values)):
-                place = self.place(host, offset)
-                if place is not None:
-                    lines.setdefault(place, []).append(self.model._sites[host._values + offset].path)
+            for host in self.hosts(kind)[:1]:
+                for offset in range(len(kind.values)):
+                    place = self.place(host, offset)
+                    if place is not None:
+                        lines.setdefault(place, []).append(self.model._sites[host._values + offset].path)
         for _, paths in sorted(lines.items()):
             yield ", ".join([paths[0], *(path.rpartition(".")[2] for path in paths[1:])])
 
@@ -136,16 +143,23 @@ def value_rows(kind: _core.Kind, forward: Forward) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def models() -> list[vlscope.StandardizedTransformer]:
+    """The built-in model, and one of every other family."""
+    others = [shell(CONFIGS / f"{name}.json") for name in OTHER_FAMILIES]
+    return [vlscope.load("demo", dispatch=False), *others]
+
+
 def values_page() -> str:
-    forward = Forward()
+    forwards = [Forward(model) for model in models()]
     parts = [VALUES_HEAD]
     for kind in _core.all_kinds():
         if not kind.values:
             continue
+        forward = next(forward for forward in forwards if forward.hosts(kind))
         doc = kind.doc.strip().splitlines()
         rows = "\n".join(value_rows(kind, forward))
-        parts.append(f"## `{HOSTS[kind.name]}`\n\n{fenced(doc)}\n\n{rows}\n")
-    order = "\n".join(forward.order())
+        parts.append(f"## {HOSTS[kind.name]}\n\n{fenced(doc)}\n\n{rows}\n")
+    order = "\n".join(forwards[0].order())
     return "\n".join([*parts, ORDER_HEAD, f"```text\n{order}\n```\n"])
 
 
@@ -171,17 +185,18 @@ def shell(config: Path) -> vlscope.StandardizedTransformer:
 
 def models_page() -> str:
     parts = [MODELS_HEAD, "| size | tensors | parameters |\n|---|---|---|"]
-    models = {size: CONFIGS / f"qwen3-vl-{size}-instruct.json" for size in SIZES}
-    for size, config in models.items():
+    configs = {size: CONFIGS / f"qwen3-vl-{size}-instruct.json" for size in SIZES}
+    for size, config in configs.items():
         tensors, parameters = vlscope.weight_counts(config)
         parts[-1] += f"\n| {size.upper()} | {tensors:,} | {parameters:,} |"
-    for size, config in models.items():
+    for size, config in configs.items():
         cards = shell(config)._config
         card = card_text("Config", cards["text_card"]) + "\n\n"
         card += card_text("Vision Config", cards["vision_card"])
         parts.append(f"## Qwen3-VL {size.upper()}\n\n```text\n{card}\n```")
-    tree = "\n".join(tree_text(shell(models["2b"])))
-    parts.append(f"## The tree\n\nOf the 2B size; the others differ in their numbers only.\n\n```text\n{tree}\n```\n")
+    tree = "\n".join(tree_text(shell(configs["2b"])))
+    parts.append(f"## The tree\n\nOf the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a mixture of
+experts for each `mlp`, see [families](families.md).\n\n```text\n{tree}\n```\n")
     return "\n\n".join(parts)
 
 
@@ -266,18 +281,21 @@ INDENT = "    "
 SOMETIMES_NONE = {"attention_probabilities"}
 
 
-def attribute_types(model: vlscope.StandardizedTransformer) -> dict[str, dict[str, str]]:
-    """For each kind of module: the modules and parameters below it and their types, as this model has them."""
-    types: dict[str, dict[str, str]] = {}
-    for entry in model._entries:
-        module = model.get(entry["path"]) if entry["path"] else model
-        found = types.setdefault(entry["kind"], {})
-        for name in (*module._children, *module._kind.aliases):
-            child = module.get(module._kind.aliases.get(name, name))
-            many = isinstance(child, vlscope.ModuleList)
-            found[name] = f"ModuleList[{type(child[0]).__name__}]" if many else type(child).__name__
-        found.update(dict.fromkeys(entry["parameters"], "torch.Tensor"))
-    return types
+def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, dict[str, str]]:
+    """For each kind of module: the modules and parameters below it and their types, as these models have them."""
+    types: dict[str, dict[str, dict[str, None]]] = {}
+    for model in models:
+        for entry in model._entries:
+            module = model.get(entry["path"]) if entry["path"] else model
+            found = types.setdefault(entry["kind"], {})
+            for name in (*module._children, *module._kind.aliases):
+                child = module.get(module._kind.aliases.get(name, name))
+                many = isinstance(child, vlscope.ModuleList)
+                type_ = f"ModuleList[{type(child[0]).__name__}]" if many else type(child).__name__
+                found.setdefault(name, {})[type_] = None
+            for name in entry["parameters"]:
+                found.setdefault(name, {})["torch.Tensor"] = None
+    return {kind: {name: " | ".join(found) for name, found in names.items()} for kind, names in types.items()}
 
 
 def output_type(kind: _core.Kind) -> str:
@@ -307,12 +325,11 @@ def class_stub(kind: _core.Kind, attributes: dict[str, str], sizes: dict[str, st
 
 
 def stub() -> str:
-    model = vlscope.load("demo", dispatch=False)
-    attributes = attribute_types(model)
-    hosts = {"CausalLM": model, "Vision": model.vision}
+    planted = models()
+    attributes = attribute_types(planted)
     parts = [STUB_HEAD]
     for kind in _core.all_kinds():
-        host = hosts.get(kind.name)
+        host = next(host for model in planted for host in hosts(model, kind))
         names = SIZES_OF.get(kind.name, ())
         sizes = {name: "int" if getattr(host, name) is not None else "int | None" for name in names}
         parts.append(class_stub(kind, attributes[kind.name], sizes))

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <numeric>
 
 #include "core/errors.h"
 #include "tests/core/checkpoint_files.h"
@@ -263,6 +264,106 @@ TEST(LoadWeights, RefusesToRunInIntegers) {
   options.dtype = at::kInt;
   EXPECT_THAT(message_of<InputError>([&] { Toy(false).load(stored(), options); }),
               HasSubstr("int32"));
+}
+
+// ---- Experts, in the forms that they are stored in ----------------------------------------------
+
+const std::string kUp = "model.language_model.layers.0.mlp.experts.gate_up_proj";
+
+/// Two experts of [4, 3]: rows 0 and 1 the gate's, 2 and 3 the other's.
+struct Mixture {
+  LoadReport load(const std::vector<FileTensor>& stored, const LoadOptions& options = {}) {
+    folder.write("model.safetensors", safetensors_file(stored));
+    return load_weights(specs, Checkpoint::open(folder.path()), options);
+  }
+  std::string refusal(const std::vector<FileTensor>& stored) {
+    return message_of<CheckpointError>([&] { load(stored); });
+  }
+
+  TempFolder folder;
+  at::Tensor up;
+  std::vector<WeightSpec> specs{{kUp, {2, 4, 3}, &up, "", {"gate_proj.weight", "up_proj.weight"}}};
+};
+
+std::vector<float> numbers(int from, int count) {
+  std::vector<float> values(count);
+  std::iota(values.begin(), values.end(), static_cast<float>(from));
+  return values;
+}
+
+std::vector<FileTensor> expert_by_expert() {
+  const std::string experts = "model.layers.0.mlp.experts.";
+  return {f32(experts + "0.gate_proj.weight", {2, 3}, numbers(0, 6)),
+          f32(experts + "0.up_proj.weight", {2, 3}, numbers(6, 6)),
+          f32(experts + "1.gate_proj.weight", {2, 3}, numbers(12, 6)),
+          f32(experts + "1.up_proj.weight", {2, 3}, numbers(18, 6))};
+}
+
+/// `numbers(0, 24)` as [2, 4, 3], stored with the last two axes exchanged.
+FileTensor with_axes_exchanged() {
+  std::vector<float> values;
+  for (int e = 0; e < 2; ++e) {
+    for (int in = 0; in < 3; ++in) {
+      for (int out = 0; out < 4; ++out) values.push_back(static_cast<float>(12 * e + 3 * out + in));
+    }
+  }
+  return f32(kUp, {2, 3, 4}, values);
+}
+
+TEST(LoadExperts, GiveTheSameWeightInEveryForm) {
+  const std::vector<std::vector<FileTensor>> forms = {
+      {f32(kUp, {2, 4, 3}, numbers(0, 24))}, {with_axes_exchanged()}, expert_by_expert()};
+  for (const auto& form : forms) {
+    for (const bool copy : {false, true}) {
+      Mixture mixture;
+      LoadOptions options;
+      options.copy = copy;
+      EXPECT_THAT(mixture.load(form, options).ignored, IsEmpty());
+      EXPECT_EQ(mixture.up.sizes(), at::IntArrayRef({2, 4, 3}));
+      EXPECT_EQ(floats(mixture.up), numbers(0, 24));
+    }
+  }
+}
+
+TEST(LoadExperts, AreUsedInPlaceWithTheirAxesExchanged) {
+  Mixture mixture;
+  mixture.load({with_axes_exchanged()});
+  EXPECT_EQ(mixture.up.strides(), at::IntArrayRef({12, 1, 4}));
+  Mixture converted;
+  LoadOptions options;
+  options.dtype = at::kBFloat16;
+  EXPECT_EQ(converted.load({with_axes_exchanged()}, options).converted.size(), 1);
+  EXPECT_TRUE(converted.up.is_contiguous());
+  EXPECT_EQ(floats(converted.up), numbers(0, 24));
+}
+
+TEST(LoadExperts, AreTakenAsTheyAreWhereTheShapeDoesNotTell) {
+  at::Tensor square;
+  const TempFolder folder;
+  folder.write("model.safetensors", safetensors_file({f32(kUp, {1, 2, 2}, {1, 2, 3, 4})}));
+  load_weights({{kUp, {1, 2, 2}, &square, "", {"gate_proj.weight", "up_proj.weight"}}},
+               Checkpoint::open(folder.path()));
+  EXPECT_THAT(floats(square), ElementsAre(1, 2, 3, 4));
+}
+
+TEST(LoadExperts, NameWhatIsMissingOrOfAnotherShape) {
+  auto parts = expert_by_expert();
+  parts.erase(parts.begin() + 2);
+  EXPECT_THAT(Mixture().refusal(parts),
+              HasSubstr("experts.1.gate_proj.weight\" of shape [2, 3] is not stored; 1 of the "
+                        "model's 1 weights are missing"));
+  parts = expert_by_expert();
+  parts[1] = f32(parts[1].name, {3, 2}, numbers(0, 6));
+  EXPECT_THAT(Mixture().refusal(parts), HasSubstr("has shape [3, 2], the config asks for [2, 3]"));
+  EXPECT_THAT(Mixture().refusal({f32(kUp, {2, 2, 3}, numbers(0, 12))}),
+              HasSubstr("has shape [2, 2, 3], the config asks for [2, 4, 3] or [2, 3, 4]"));
+}
+
+TEST(LoadExperts, AreRefusedInTwoForms) {
+  auto both = expert_by_expert();
+  both.push_back(f32(kUp, {2, 4, 3}, numbers(0, 24)));
+  EXPECT_THAT(Mixture().refusal(both),
+              AllOf(HasSubstr("experts.0.gate_proj.weight"), HasSubstr("keep one of the two")));
 }
 
 }  // namespace

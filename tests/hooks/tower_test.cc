@@ -32,6 +32,7 @@ const Kind kEye{"Eye",
                 {{"patches", "Patches", "images patches width", "", "output", 0, View::kImagesAxis},
                  {"index", "Tokens", "patches width", "", "output", 0, View::kCopy,
                   "index follows from the patches: assign patches"},
+                 {"prompts", "Residual", "batch seq width", "", "output", 0, View::kBatchAxis},
                  {"pattern", "Pattern", "", "", "output", 0, View::kWhole, "",
                   "no one tensor is the pattern"}}};
 const Kind kHead{
@@ -119,6 +120,7 @@ class TowerTest : public ::testing::Test {
   Trace trace(bool with_image = true) {
     Trace::Options options;
     options.images = with_image;
+    options.batch = 2;
     return Trace(tree, forward(with_image), std::move(options));
   }
   const Site& output(const Module& module, int slot = 0) {
@@ -215,6 +217,41 @@ TEST_F(TowerTest, GradientsPassThroughTheImagesAxis) {
   run.finish().sum().backward();
   ASSERT_TRUE(patches.grad().defined());
   EXPECT_TRUE(patches.grad().equal(at::ones({1, 2, 3})));
+}
+
+TEST_F(TowerTest, RowsOfAllPromptsAreServedPromptByPrompt) {
+  Trace run = trace();
+  const at::Tensor prompts = run.read(value("eye.prompts"));
+  EXPECT_THAT(prompts.sizes().vec(), ElementsAre(2, 1, 3));
+  EXPECT_TRUE(run.read(value("eye.prompts")).is_same(prompts));
+  run.read(output(tower.eye)).add_(1);
+  EXPECT_TRUE(prompts.equal(at::full({2, 1, 3}, 5.0)));
+  EXPECT_TRUE(run.finish().equal(at::full({2, 3}, 6.0)));
+}
+
+TEST_F(TowerTest, RowsOfAllPromptsAreAssignedInBothForms) {
+  for (const auto& shape : {std::vector<std::int64_t>{2, 1, 3}, std::vector<std::int64_t>{2, 3}}) {
+    Trace run = trace();
+    run.write(value("eye.prompts"), at::full(shape, 7.0));
+    EXPECT_THAT(run.read(value("eye.prompts")).sizes().vec(), ElementsAre(2, 1, 3));
+    EXPECT_TRUE(run.finish().equal(at::full({2, 3}, 8.0)));
+  }
+}
+
+TEST_F(TowerTest, AnAssignedTensorIsEditedInPlaceWhereverItLiesInMemory) {
+  Trace run = trace();
+  const at::Tensor strided = at::zeros({3, 1, 2}).transpose(0, 2);
+  run.write(value("eye.prompts"), strided);
+  strided.fill_(7);
+  EXPECT_TRUE(run.finish().equal(at::full({2, 3}, 8.0)));
+}
+
+TEST_F(TowerTest, GradientsPassThroughTheBatchAxis) {
+  Trace run = trace();
+  const at::Tensor prompts = run.read(value("eye.prompts")).requires_grad_();
+  run.finish().sum().backward();
+  ASSERT_TRUE(prompts.grad().defined());
+  EXPECT_TRUE(prompts.grad().equal(at::ones({2, 1, 3})));
 }
 
 TEST_F(TowerTest, ACopyIsEditedWithoutEffectAndNeverAssigned) {

@@ -356,6 +356,58 @@ TEST(ReadConfig, SaysWhichPathIsNotThere) {
               HasSubstr("not a folder"));
 }
 
+// ---- Mixtures of experts ------------------------------------------------------------------------
+
+json mixture() {
+  json config = v4();
+  config["model_type"] = "qwen3_vl_moe";
+  json& text = config["text_config"];
+  text["model_type"] = "qwen3_vl_moe_text";
+  text.update(json::parse(R"({"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": false,
+                              "moe_intermediate_size": 40})"));
+  config["vision_config"]["model_type"] = "qwen3_vl_moe";
+  return config;
+}
+
+std::vector<bool> sparse_blocks(const json& config) {
+  const TextConfig text = parse(config).text;
+  std::vector<bool> blocks;
+  for (int i = 0; i < text.num_hidden_layers; ++i) blocks.push_back(text.mixture->covers(i));
+  return blocks;
+}
+
+TEST(MixtureConfig, IsReadUnderBothNamesOfTheNumberOfExperts) {
+  EXPECT_FALSE(parse(v4()).text.mixture);
+  json renamed = without("/text_config/num_experts", mixture());
+  renamed["text_config"]["num_local_experts"] = 6;
+  for (const json& config : {mixture(), renamed}) {
+    const Config read = parse(config);
+    EXPECT_EQ(read.text.mixture->num_experts, 6);
+    EXPECT_EQ(read.text.mixture->top_k, 2);
+    EXPECT_EQ(read.text.mixture->intermediate_size, 40);
+    EXPECT_THAT(text_card(read), ::testing::Contains(Pair("top_k", "2")));
+  }
+}
+
+TEST(MixtureConfig, SaysWhichBlocksAreDense) {
+  EXPECT_THAT(sparse_blocks(mixture()), ElementsAre(true, true, true, true, true));
+  const json some = with("/text_config/mlp_only_layers", json{1, 3}, mixture());
+  EXPECT_THAT(sparse_blocks(some), ElementsAre(true, false, true, false, true));
+  EXPECT_THAT(sparse_blocks(with("/text_config/decoder_sparse_step", 2, mixture())),
+              ElementsAre(false, true, false, true, false));
+  EXPECT_THAT(sparse_blocks(with("/text_config/decoder_sparse_step", 2, some)),
+              ElementsAre(false, false, false, false, false));
+}
+
+TEST(MixtureConfig, IsRefusedWhereItDoesNotAddUp) {
+  EXPECT_THAT(refusal(with("/text_config/num_experts_per_tok", 7, mixture())),
+              HasSubstr("num_experts_per_tok is 7, but there are 6 experts"));
+  EXPECT_THAT(refusal(without("/text_config/num_experts", mixture())),
+              HasSubstr("text_config.num_experts is missing"));
+  EXPECT_THAT(refusal(with("/text_config/moe_intermediate_size", 0, mixture())),
+              HasSubstr("text_config.moe_intermediate_size"));
+}
+
 // ---- The released sizes -------------------------------------------------------------------------
 
 struct Size {

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from unittest import mock
 
 import torch
+from torch.nn import functional
 from transformers import AutoModelForImageTextToText
+from transformers.integrations.moe import ExpertsInterface
 
 TEXT, VISION = "model.language_model", "model.visual"
 TEXT_ATTENTION = rf"{TEXT}\.layers\.\d+\.self_attn"
 DELTA_NET = rf"{TEXT}\.layers\.\d+\.linear_attn"
+MIXTURE = rf"{TEXT}\.layers\.\d+\.mlp"
 VISION_ATTENTION = rf"{VISION}\.blocks\.\d+\.attn"
 
 
@@ -169,6 +172,7 @@ class _Recorder:
         self.modeling = inspect.getmodule(type(model))  # the family's own modeling_*.py, whose functions are wrapped
         self.visual = [(inputs[pixels], inputs[grid]) for pixels, grid in _VISUAL if pixels in inputs]
         self.pass_over_both = None
+        self.batch = len(inputs["input_ids"])
         self.run = Run()
         self.paths = {module: path for path, module in model.named_modules()}
         self.attending = None  # the attention module whose forward runs
@@ -193,6 +197,9 @@ class _Recorder:
             if hasattr(modeling, "torch_chunk_gated_delta_rule"):
                 wrapper = self.delta_rule(modeling.torch_chunk_gated_delta_rule)
                 stack.enter_context(mock.patch.object(modeling, "torch_chunk_gated_delta_rule", wrapper))
+            experts = {"grouped_mm": self.slots(ExpertsInterface._global_mapping["grouped_mm"])}
+            stack.enter_context(mock.patch.dict(ExpertsInterface._global_mapping, experts))
+            stack.enter_context(mock.patch.object(functional, "linear", self.linear(functional.linear)))
             sdpa = self.attention(functions["sdpa"])
             stack.enter_context(mock.patch.object(functions, "_local_mapping", {"sdpa": sdpa}))
             yield
@@ -257,8 +264,16 @@ class _Recorder:
             output = self.vision_values(output)
         if isinstance(output, torch.Tensor):
             output = self.at(path, "output", output)
+            if re.fullmatch(rf"{MIXTURE}\.experts", path):
+                output = self.of_tokens(path, "routed_output", output)
         elif re.fullmatch(TEXT_ATTENTION, path):
             output = (self.at(path, "output", output[0]), output[1])
+        elif re.fullmatch(rf"{MIXTURE}\.gate", path):
+            weights, indices = (
+                self.of_tokens(path, name, x)
+                for name, x in zip(("expert_weights", "expert_indices"), output[1:], strict=True)
+            )
+            output = (output[0], weights, indices)
         elif path == VISION:
             output.last_hidden_state = self.named("vision.tower_output", output.last_hidden_state[None])[0]
         self.run.calls[path].output = _frozen(output)
@@ -266,6 +281,32 @@ class _Recorder:
         if layer and self.taps is not None and int(layer[1]) < len(self.taps):
             self.run.order.append(f"layers.{layer[1]}.deepstack_output")
         return output
+
+    def of_tokens(self, path, name, tensor):
+        """A value of a mixture, whose modules work on the tokens of all prompts in one row."""
+        site = f"{standard(path.rpartition('.')[0])}.{name}"
+        return self.named(site, tensor.unflatten(0, (self.batch, -1))).flatten(0, 1)
+
+    def linear(self, original):
+        """The scores of a router come from a call of the function in the midst of its forward."""
+        routers = {id(m.weight): path for m, path in self.paths.items() if re.fullmatch(rf"{MIXTURE}\.gate", path)}
+
+        def linear(x, weight, bias=None):
+            output = original(x, weight, bias)
+            return self.of_tokens(routers[id(weight)], "router_logits", output) if id(weight) in routers else output
+
+        return linear
+
+    def slots(self, original):
+        """Each slot is a token of its own with one expert: the same products, and then their sum."""
+
+        def forward(module, x, indices, weights):
+            top_k = indices.shape[1]
+            alone = original(module, x.repeat_interleave(top_k, 0), indices.reshape(-1, 1), weights.reshape(-1, 1))
+            outputs = self.of_tokens(self.paths[module], "expert_outputs", alone.unflatten(0, (-1, top_k)))
+            return outputs.sum(dim=1)
+
+        return forward
 
     def deepstack(self, features):
         """DeepStack features are made in the tower and added, one per block, by the text model."""

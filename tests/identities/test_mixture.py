@@ -1,0 +1,309 @@
+"""What holds of a mixture of experts: sums of slots, routing by hand, ablations, and writes in both forms."""
+# ruff: noqa: B018 - reading an attribute is the test
+
+import pytest
+import torch
+
+import tiny
+import vlscope
+from parity import reference
+from sites import difference, read, write
+
+CASES = ["text", "two_images", "padded_mixed", "images_and_videos"]
+VALUES = ["router_logits", "expert_weights", "expert_indices", "expert_outputs", "routed_output", "mlp_output"]
+
+
+@pytest.fixture(params=tiny.QWEN3_VL_MOE)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(params=["eager", "sdpa"])
+def attention(request):
+    return request.param
+
+
+@pytest.fixture
+def model(name, attention, vlscope_model):
+    return vlscope_model(name, attention)
+
+
+@pytest.fixture(params=CASES)
+def given(request, name, inputs):
+    return inputs(name, request.param)
+
+
+def mixtures(model):
+    return [layer.mlp for layer in model.layers if hasattr(type(layer.mlp), "router_logits")]
+
+
+def one(model):
+    """A mixture with blocks behind it."""
+    return mixtures(model)[0]
+
+
+def logits_of(model, inputs, edit=lambda mlp: None):
+    with model.trace(**inputs):
+        edit(one(model))
+        return model.logits.save()
+
+
+def hidden_by_expert(mlp, x):
+    """What every expert makes of every token: [experts, batch, seq, hidden]."""
+    gate, up = torch.einsum("bth,eih->ebti", x, mlp.experts.gate_up_proj).chunk(2, -1)
+    return torch.einsum("ebti,ehi->ebth", torch.nn.functional.silu(gate) * up, mlp.experts.down_proj)
+
+
+def routed_by_hand(mlp, x, weights, indices):
+    spread = torch.zeros(*x.shape[:2], mlp.num_experts).scatter_add_(-1, indices, weights)
+    return torch.einsum("bte,ebth->bth", spread, hidden_by_expert(mlp, x))
+
+
+def test_the_slots_sum_to_what_the_mlp_adds(model, given):
+    with model.trace(**given):
+        for mlp in mixtures(model):
+            slots = mlp.expert_outputs
+            assert slots.shape == (*given["input_ids"].shape, mlp.top_k, model.hidden_size)
+            assert torch.equal(slots.sum(2), mlp.routed_output)
+            assert torch.equal(mlp.routed_output, mlp.mlp_output)
+
+
+def test_weights_are_the_largest_of_the_softmax_and_sum_to_one(model, given):
+    with model.trace(**given):
+        for mlp in mixtures(model):
+            values, indices = mlp.router_logits.softmax(-1, dtype=torch.float32).topk(mlp.top_k)
+            assert torch.equal(mlp.expert_indices, indices)
+            assert torch.equal(mlp.expert_weights, values / values.sum(-1, keepdim=True))
+            torch.testing.assert_close(mlp.expert_weights.sum(-1), torch.ones(given["input_ids"].shape))
+
+
+def test_the_output_equals_every_expert_computed_by_hand(model, given):
+    with model.trace(**given):
+        for mlp in mixtures(model):
+            x = mlp.input.clone()
+            weights, indices = mlp.expert_weights.clone(), mlp.expert_indices.clone()
+            slots = mlp.expert_outputs.clone()
+            made = hidden_by_expert(mlp, x).permute(1, 2, 0, 3)
+            chosen = made.gather(2, indices[..., None].expand_as(slots)) * weights[..., None]
+            torch.testing.assert_close(slots, chosen, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                mlp.mlp_output, routed_by_hand(mlp, x, weights, indices), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_named_values_are_the_native_tensors_prompt_by_prompt(model, given):
+    batch, length = given["input_ids"].shape
+    with model.trace(**given):
+        for mlp in mixtures(model):
+            assert torch.equal(mlp.gate.input, mlp.input.flatten(0, 1))
+            scores = mlp.router_logits.clone()
+            logits, weights, indices = mlp.gate.output
+            assert torch.equal(logits, scores.flatten(0, 1))
+            for value, native in ((mlp.expert_weights, weights), (mlp.expert_indices, indices)):
+                assert value.shape == (batch, length, mlp.top_k) and native.shape == (batch * length, mlp.top_k)
+                assert value.data_ptr() == native.data_ptr()
+            x, top_k_index, top_k_weights = mlp.experts.inputs[0]
+            assert x.shape == (batch * length, model.hidden_size)
+            assert torch.equal(top_k_index, indices) and torch.equal(top_k_weights, weights)
+            assert mlp.experts.act_fn.input.shape == (batch * length * mlp.top_k, mlp.moe_intermediate_size)
+            mlp.expert_outputs
+            assert mlp.routed_output.data_ptr() == mlp.experts.output.data_ptr()
+
+
+def test_a_weight_of_zero_takes_out_exactly_its_slot(model, given):
+    with model.trace(**given):
+        slots = one(model).expert_outputs.clone()
+    last = slots.shape[2] - 1
+    with model.trace(**given):
+        mlp = one(model)
+        mlp.expert_weights[..., last] = 0
+        kept = mlp.expert_outputs.clone()
+        output = mlp.mlp_output.clone()
+        logits = model.logits.clone()
+    assert not kept[..., last, :].any() and torch.equal(kept[..., :last, :], slots[..., :last, :])
+    slots[..., last, :] = 0
+    assert torch.equal(output, slots.sum(2))
+    with model.trace(**given):
+        one(model).expert_outputs[..., last, :] = 0
+        assert torch.equal(model.logits, logits)
+    assert not torch.equal(logits, model(**given).logits)
+
+
+def test_a_masked_expert_is_chosen_by_no_token(model, given):
+    with model.trace(**given):
+        for mlp in mixtures(model):
+            mlp.router_logits[..., 1] = -torch.inf
+            others = mlp.router_logits.clone()
+            others[..., 1] = -torch.inf
+            values, indices = others.softmax(-1).topk(mlp.top_k)
+            assert not (mlp.expert_indices == 1).any() and torch.equal(mlp.expert_indices, indices)
+            assert torch.equal(mlp.expert_weights, values / values.sum(-1, keepdim=True))
+            assert torch.isfinite(mlp.mlp_output).all()
+
+
+def test_a_changed_index_keeps_its_weight(model, given):
+    with model.trace(**given):
+        mlp = one(model)
+        x, weights = mlp.input.clone(), mlp.expert_weights.clone()
+        indices = (mlp.expert_indices + 1) % mlp.num_experts
+        mlp.expert_indices = indices
+        torch.testing.assert_close(
+            mlp.mlp_output, routed_by_hand(mlp, x, weights, indices), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_an_edit_in_place_an_assignment_and_the_flat_form_do_the_same(model, given, value):
+    def in_place(mlp):
+        tensor = getattr(mlp, value)
+        tensor.copy_(tensor.roll(1, -1))
+
+    def assigned(mlp):
+        setattr(mlp, value, getattr(mlp, value).roll(1, -1))
+
+    def flat(mlp):
+        rolled = getattr(mlp, value).roll(1, -1)
+        setattr(mlp, value, rolled if value == "mlp_output" else rolled.flatten(0, 1))
+
+    edited = logits_of(model, given, in_place)
+    assert torch.equal(logits_of(model, given, assigned), edited)
+    assert torch.equal(logits_of(model, given, flat), edited)
+    if one(model).top_k > 1 or value not in ("expert_weights", "expert_indices"):  # one slot rolls onto itself
+        assert value in ("expert_indices",) or not torch.equal(edited, model(**given).logits)
+
+
+def test_weights_and_indices_are_one_location_and_the_scores_lie_before(model, given):
+    with model.trace(**given):
+        mlp = one(model)
+        mlp.expert_indices, mlp.expert_weights, mlp.expert_indices, mlp.gate.output
+        with pytest.raises(vlscope.OutOfOrderError, match="router_logits"):
+            mlp.router_logits
+        mlp.expert_outputs
+        with pytest.raises(vlscope.OutOfOrderError, match="expert_weights"):
+            mlp.expert_weights
+
+
+def test_rows_of_one_prompt_are_edited_alone(name, model, inputs):
+    given = inputs(name, "padded_mixed")
+    clean = logits_of(model, given)
+    edited = logits_of(model, given, lambda mlp: mlp.expert_outputs[1].zero_())
+    assert torch.equal(edited[[0, 2]], clean[[0, 2]]) and not torch.equal(edited[1], clean[1])
+
+
+def test_an_index_that_names_no_expert_is_refused(model, given):
+    experts = one(model).num_experts
+    with model.trace(**given):
+        mlp = one(model)
+        mlp.expert_indices[0, 0, 0] = experts
+        with pytest.raises(vlscope.InputError, match=f"mlp.expert_indices holds {experts}; the experts are 0 to"):
+            mlp.mlp_output
+
+
+def test_a_skipped_mixture_gives_its_value(model, given):
+    with model.trace(**given):
+        mlp = one(model)
+        zeros = torch.zeros(*given["input_ids"].shape, model.hidden_size)
+        mlp.skip(zeros)
+        assert torch.equal(mlp.mlp_output, zeros)
+    with model.trace(**given):
+        experts = one(model).experts
+        experts.skip(torch.ones(given["input_ids"].numel(), model.hidden_size))
+        assert one(model).routed_output.eq(1).all()
+    with model.trace(**given), pytest.raises(vlscope.Unavailable, match="more than one tensor"):
+        one(model).gate.skip()
+
+
+# --- gradients --------------------------------------------------------------------------------------------------
+
+
+def loss_of(logits):
+    return logits[0, -1].logsumexp(-1) - logits[0, -1, 5]
+
+
+@pytest.mark.parametrize("value", [v for v in VALUES if v != "expert_indices"])
+def test_gradients_are_those_of_transformers(name, attention, model, reference_model, inputs, value):
+    given, grads = inputs(name, "two_images"), []
+    layer = next(i for i, block in enumerate(model.layers) if block.mlp in mixtures(model))
+    site, leaves = f"layers.{layer}.mlp.{value}", []
+
+    def keep(tensor):
+        leaves.append(tensor.detach().clone().requires_grad_())
+        return leaves[-1]
+
+    loss_of(reference.run(reference_model(name, attention), given, {site: keep}, grad=True).logits).backward()
+    for in_place in (True, False):
+        with model.trace(**given):
+            tensor = read(model, site)
+            if in_place:
+                tensor.requires_grad_()
+            else:
+                tensor = tensor.detach().clone().requires_grad_()
+                write(model, site, tensor)
+            loss_of(model.logits).backward()
+        grads.append(tensor.grad)
+    for grad in grads:
+        assert difference(grad, leaves[0].grad, 1e-5) is None
+    if not (value in ("router_logits",) and one(model).top_k == 1):  # one weight is always 1
+        assert leaves[0].grad.abs().max() > 1e-6
+
+
+def test_gradients_reach_the_embeddings_through_every_mixture(name, checkpoint, inputs):
+    """Against a finite difference in float64."""
+    model = vlscope.load(checkpoint(name), dtype=torch.float64)
+    given = inputs(name, "text")
+
+    def loss(shift):
+        with model.trace(**given):
+            model.token_embeddings = start + shift
+            return loss_of(model.logits.save())
+
+    with model.trace(**given):
+        start = model.token_embeddings.detach().clone()
+    direction = torch.randn(start.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    shift = torch.zeros_like(start).requires_grad_()
+    loss(shift).backward()
+    step = 1e-6
+    slope = (loss(step * direction) - loss(-step * direction)) / (2 * step)
+    torch.testing.assert_close((shift.grad * direction).sum(), slope, rtol=1e-5, atol=1e-8)
+
+
+def test_indices_may_be_edited_where_a_graph_is_recorded(model, given):
+    with model.trace(**given):
+        x = one(model).input.requires_grad_()
+        one(model).expert_indices[:] = one(model).expert_indices.flip(-1)
+        loss_of(model.logits).backward()
+    assert torch.isfinite(x.grad).all()
+
+
+# --- what is told of them ---------------------------------------------------------------------------------------
+
+
+def test_support_and_printout_tell_of_the_mixture(name, model):
+    support = model.support()
+    sparse = [i for i, block in enumerate(model.layers) if block.mlp in mixtures(model)]
+    assert model.layers[sparse[0]].mlp.support()["expert_weights"] is None
+    assert "no shared expert" in str(support["shared_expert_output"])
+    printed = repr(model.layers[sparse[0]].mlp)
+    for value in VALUES:
+        assert value in printed
+    assert model.layers[sparse[0]].mlp.num_experts == model.config["text_config"]["num_experts"]
+    with pytest.raises(vlscope.Unavailable, match="no shared expert"):
+        model.layers[sparse[0]].mlp.shared_expert_output
+
+
+def test_a_dense_block_has_no_router(vlscope_model, inputs):
+    model = vlscope_model("moe_hub")
+    with model.trace(**inputs("moe_hub", "text")):
+        with pytest.raises(AttributeError, match="router_logits"):
+            model.layers[1].mlp.router_logits
+        assert model.layers[1].mlp.gate_proj.output.shape[-1] == model.intermediate_size
+
+
+def test_scan_tells_the_shapes(name, model, inputs):
+    given = inputs(name, "padded_mixed")
+    mlp, scanned = one(model), model.scan(**given)
+    with model.trace(**given):
+        for value in VALUES:
+            served = getattr(mlp, value)
+            told = scanned[f"{mlp._site_path}.{value}"]
+            assert (told.shape, told.dtype) == (served.shape, served.dtype)
