@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import vlscope
-from sites import resolve
 from vlscope.errors import CheckpointError, ConfigError, InputError
 
 RELEASED = Path(__file__).parent / "data" / "configs"

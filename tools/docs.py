@@ -26,13 +26,15 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "tests" / "data" / "configs"
 SIZES = ("2b", "4b", "8b", "32b", "30b-a3b", "235b-a22b")
 #: Released configs of the families whose modules the built-in model has not.
-OTHER_FAMILIES = ("qwen3-vl-30b-a3b-instruct", "qwen2.5-vl-3b-instruct", "qwen2-vl-2b-instruct")
+OTHER_FAMILIES = ("qwen3-vl-30b-a3b-instruct", "qwen3.5-4b", "qwen2.5-vl-3b-instruct", "qwen2-vl-2b-instruct")
 
 #: Where each kind that serves values stands in the tree.
 HOSTS = {
     "CausalLM": "`model`",
     "TextLayer": "`model.layers[i]`",
     "TextAttention": "`model.layers[i].self_attn`",
+    "GatedAttention": "`model.layers[i].self_attn`, where its heads pass a gate",
+    "GatedDeltaNet": "`model.layers[i].linear_attn`",
     "TextMLP": "`model.layers[i].mlp`",
     "TextMixture": "`model.layers[i].mlp`, where it is a mixture of experts",
     "Vision": "`model.vision`",
