@@ -286,10 +286,19 @@ weight.)",
         {"routed_output", "Residual", "batch seq hidden_size",
          "the sum of what the chosen experts add", "experts.output", 0, View::kBatchAxis},
         {"shared_expert_output", "Residual", "batch seq hidden_size",
-         "what the shared expert adds, its gate included", "shared_expert_output"},
+         "what the shared expert adds, its gate included", "shared_expert_output", 0,
+         View::kBatchAxis},
         {"mlp_output", "Residual", "batch seq hidden_size", "what the MLP adds to the stream",
          "output", 0},
     }};
+
+const Kind shared_expert{
+    "SharedExpert",
+    R"(The MLP of a mixture that every token goes to, on all tokens of all prompts in one row:
+down_proj(silu(gate_proj(x)) * up_proj(x)).)",
+    {{"x"}},
+    Form::kTensor,
+    {{"x"}}};
 
 const Kind router{
     "Router",
@@ -469,15 +478,13 @@ const Kind activation{
 const std::vector<const Kind*>& all_kinds() {
   using namespace kinds;
   static const std::vector<const Kind*> all = {
-      &causal_lm,      &multimodal_model, &text_model,
-      &text_layer,     &text_attention,   &gated_attention,
-      &delta_net,      &text_mlp,         &text_mixture,
-      &router,         &experts,          &text_rotary,
-      &vision,         &vision_layer,     &vision_attention,
-      &vision_mlp,     &vision_rotary,    &patch_embed,
-      &projector,      &merger,           &sequential,
-      &linear,         &conv3d,           &conv1d,
-      &embedding,      &rms_norm,         &zero_centered_rms_norm,
+      &causal_lm,      &multimodal_model, &text_model,   &text_layer,
+      &text_attention, &gated_attention,  &delta_net,    &text_mlp,
+      &text_mixture,   &shared_expert,    &router,       &experts,
+      &text_rotary,    &vision,           &vision_layer, &vision_attention,
+      &vision_mlp,     &vision_rotary,    &patch_embed,  &projector,
+      &merger,         &sequential,       &linear,       &conv3d,
+      &conv1d,         &embedding,        &rms_norm,     &zero_centered_rms_norm,
       &gated_rms_norm, &layer_norm,       &activation};
   return all;
 }

@@ -249,12 +249,14 @@ void check_attention_heads(const Section& text, const TextConfig& config) {
 }
 
 /// The dense text model of the Qwen3 line, but for its rotary settings.
-TextConfig read_qwen3_text(const Section& text, std::string_view model_type) {
+/// @param width what the file calls the width of the MLP that every token goes through.
+TextConfig read_qwen3_text(const Section& text, std::string_view model_type,
+                           const std::string& width = "intermediate_size") {
   TextConfig config{};
   config.model_type = text.choice_or_first("model_type", {model_type});
   config.vocab_size = text.integer("vocab_size", kVocabulary);
   config.hidden_size = text.integer("hidden_size", kWidth);
-  config.intermediate_size = text.integer("intermediate_size", kWidth);
+  config.intermediate_size = text.integer(width, kWidth);
   config.num_hidden_layers = text.integer("num_hidden_layers", kCount);
   config.num_attention_heads = text.integer("num_attention_heads", kCount);
   config.num_key_value_heads = text.integer("num_key_value_heads", kCount);
@@ -629,13 +631,14 @@ double read_partial_rotary_factor(const Section& text, int64_t head_dim) {
   return factor;
 }
 
-Config read_qwen3_5(const Section& root) {
+/// What Qwen3.5 and its mixture of experts have in common; `line` as in read_qwen3_vl_line.
+Config read_qwen3_5_line(const Section& root, const std::string& line, const std::string& width) {
   const Section text = root.section("text_config");
   const Section vision = root.section("vision_config");
   refuse_quantisation(text);
   Config config{};
   config.model_type = root.word("model_type");
-  config.text = read_qwen3_text(text, "qwen3_5_text");
+  config.text = read_qwen3_text(text, line + "_text", width);
   const double partial = read_partial_rotary_factor(text, config.text.head_dim);
   config.text.rope =
       read_mrope(text, config.text.head_dim, {1e7, {11, 11, 10}, true, partial}, config.notes);
@@ -644,7 +647,7 @@ Config read_qwen3_5(const Section& root) {
   if (!text.flag_or("attn_output_gate", true)) {
     text.fail("attn_output_gate", "is false; the attention of this family has a gate");
   }
-  config.vision = read_qwen3_vision(vision, {"qwen3_5_vision", "qwen3_5"});
+  config.vision = read_qwen3_vision(vision, {line + "_vision", line});
   check_projection(vision, "out_hidden_size", text, config);
   read_token_ids(root, config, 248053);
   config.tie_word_embeddings = read_tie(root, text);
@@ -652,15 +655,25 @@ Config read_qwen3_5(const Section& root) {
   return config;
 }
 
+Config read_qwen3_5(const Section& root) {
+  return read_qwen3_5_line(root, "qwen3_5", "intermediate_size");
+}
+
+Config read_qwen3_5_moe(const Section& root) {
+  const std::string shared = "shared_expert_intermediate_size";
+  Config config = read_qwen3_5_line(root, "qwen3_5_moe", shared);
+  config.text.mixture = read_mixture(root.section("text_config"));
+  config.text.mixture->shared_intermediate_size = config.text.intermediate_size;
+  return config;
+}
+
 struct Family {
   std::string_view model_type;
   Config (*read)(const Section& root);
 };
-constexpr Family kFamilies[] = {{"qwen2_vl", read_qwen2_vl},
-                                {"qwen2_5_vl", read_qwen2_5_vl},
-                                {"qwen3_vl", read_qwen3_vl},
-                                {"qwen3_vl_moe", read_qwen3_vl_moe},
-                                {"qwen3_5", read_qwen3_5}};
+constexpr Family kFamilies[] = {{"qwen2_vl", read_qwen2_vl}, {"qwen2_5_vl", read_qwen2_5_vl},
+                                {"qwen3_vl", read_qwen3_vl}, {"qwen3_vl_moe", read_qwen3_vl_moe},
+                                {"qwen3_5", read_qwen3_5},   {"qwen3_5_moe", read_qwen3_5_moe}};
 
 json parse_text(std::string_view text, const std::string& where) {
   try {

@@ -30,6 +30,7 @@ struct MixtureConfig {
   int64_t intermediate_size;  ///< Of one expert.
   int64_t sparse_step;
   std::vector<int64_t> mlp_only_layers;
+  int64_t shared_intermediate_size = 0;  ///< Of the shared expert; 0 where there is none.
 
   bool covers(int64_t block) const;
 };

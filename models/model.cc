@@ -33,7 +33,7 @@ const std::map<std::string, Builder>& families() {
   static const std::map<std::string, Builder> families = {
       {"qwen2_vl", build_family<Qwen2VL>}, {"qwen2_5_vl", build_family<Qwen25VL>},
       {"qwen3_vl", build_family<Qwen3VL>}, {"qwen3_vl_moe", build_family<Qwen3VLMoe>},
-      {"qwen3_5", build_family<Qwen3_5>},
+      {"qwen3_5", build_family<Qwen3_5>},  {"qwen3_5_moe", build_family<Qwen3_5Moe>},
   };
   return families;
 }

@@ -1,5 +1,6 @@
-// Qwen3.5, the dense line: three of four blocks recurrent (Gated DeltaNet, arXiv:2412.06464), every
-// fourth a gated softmax attention; norms with gain 1 + w; M-RoPE on a quarter of each head.
+// Qwen3.5, the dense line and that of mixtures: three of four blocks recurrent (Gated DeltaNet,
+// arXiv:2412.06464), every fourth a gated softmax attention; norms with gain 1 + w; M-RoPE on a
+// quarter of each head.
 #pragma once
 
 #include <optional>
@@ -19,6 +20,12 @@ class Qwen3_5Vision : public Qwen3VLVision {
 class Qwen3_5 : public VisionLanguageModel {
  public:
   Qwen3_5(const Config& config, Attention attention);
+};
+
+/// With a mixture of experts and a shared expert for the MLP of every block: 35B-A3B to 397B-A17B.
+class Qwen3_5Moe : public VisionLanguageModel {
+ public:
+  Qwen3_5Moe(const Config& config, Attention attention);
 };
 
 }  // namespace vlscope

@@ -412,6 +412,7 @@ QWEN3_5 = {
     "4b": (738, 4_659_865_088),
     "9b": (775, 9_653_104_368),
     "27b": (1199, 27_781_427_952),
+    "35b-a3b": (1811, 35_951_822_704),
 }
 
 
@@ -421,11 +422,17 @@ def test_a_shipped_size_of_qwen3_5_counts_to_what_is_stored_but_for_multi_token_
     text = json.loads(path.read_text())["text_config"]
     hidden, dim = text["hidden_size"], text["head_dim"]
     queries, keys = text["num_attention_heads"] * dim, text["num_key_value_heads"] * dim
-    # fc over two streams, three norms, and one gated block: 1 + 3 + 11 tensors.
-    block = 2 * hidden + hidden * (2 * queries + 2 * keys + queries) + 2 * dim + 3 * hidden * text["intermediate_size"]
+    if experts := text.get("num_experts", 0):  # stored one by one; the router, the shared expert and its gate
+        mlps = [text["moe_intermediate_size"]] * experts + [text["shared_expert_intermediate_size"]]
+        others = (experts + 1) * hidden
+    else:
+        mlps, others = [text["intermediate_size"]], 0
+    # fc over two streams, three norms, and one gated block: two norms, four projections and two norms of heads.
+    block = 2 * hidden + hidden * (2 * queries + 2 * keys + queries) + 2 * dim + 3 * hidden * sum(mlps) + others
     prediction = 2 * hidden * hidden + 3 * hidden + block
+    stored = 1 + 3 + 8 + 3 * len(mlps) + (2 if experts else 0)
     tensors, parameters = vlscope.weight_counts(path)
-    assert (tensors + 15, parameters + prediction) == QWEN3_5[size]
+    assert (tensors + stored, parameters + prediction) == QWEN3_5[size]
 
 
 def test_weights_of_multi_token_prediction_are_known_and_listed_as_unused(checkpoint, tmp_path, caplog):

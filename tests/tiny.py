@@ -352,6 +352,7 @@ QWEN2_VL = {
     ),
 }
 
+
 def _hybrid(text, vision, tied, mrope_section, partial):
     """A config of Qwen3.5: without taps, with recurrent blocks and a part of each head rotated."""
     config = _config(text, vision, tied, mrope_section, theta=1e5)
@@ -435,7 +436,25 @@ QWEN3_5 = {
     ),
 }
 
-CONFIGS = {**QWEN3_VL, **QWEN3_VL_MOE, **QWEN2_5_VL, **QWEN2_VL, **QWEN3_5}
+
+def _shared_mixture(dense, shared, **mixture):
+    """The config of a mixture with a shared expert, which is a dense one but for its MLPs."""
+    text = {key: value for key, value in dense["text_config"].items() if key != "intermediate_size"}
+    text |= {"shared_expert_intermediate_size": shared, **mixture}
+    return {**dense, "model_type": "qwen3_5_moe", "text_config": text}
+
+
+QWEN3_5_MOE = {
+    "hybrid_moe": _shared_mixture(
+        QWEN3_5["hybrid"], shared=56, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40
+    ),
+    # Many experts, few of which are hit; a gated block first.
+    "hybrid_moe_uneven": _shared_mixture(
+        QWEN3_5["hybrid_uneven"], shared=24, num_experts=16, num_experts_per_tok=5, moe_intermediate_size=24
+    ),
+}
+
+CONFIGS = {**QWEN3_VL, **QWEN3_VL_MOE, **QWEN2_5_VL, **QWEN2_VL, **QWEN3_5, **QWEN3_5_MOE}
 
 #: Families in which a video is one run of tokens, as against a run for each frame.
 WHOLE_VIDEOS = {*QWEN2_5_VL, *QWEN2_VL}
@@ -443,7 +462,7 @@ WHOLE_VIDEOS = {*QWEN2_5_VL, *QWEN2_VL}
 
 def _is_zero_centered(model, name):
     """Whether the gain of a norm is one plus its weight."""
-    return model.config.model_type == "qwen3_5" and "visual" not in name and "linear_attn" not in name
+    return model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
 
 
 @torch.no_grad()

@@ -26,7 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "tests" / "data" / "configs"
 SIZES = ("2b", "4b", "8b", "32b", "30b-a3b", "235b-a22b")
 #: Released configs of the families whose modules the built-in model has not.
-OTHER_FAMILIES = ("qwen3-vl-30b-a3b-instruct", "qwen3.5-4b", "qwen2.5-vl-3b-instruct", "qwen2-vl-2b-instruct")
+OTHER_FAMILIES = (
+    "qwen3-vl-30b-a3b-instruct",
+    "qwen3.5-4b",
+    "qwen3.5-35b-a3b",
+    "qwen2.5-vl-3b-instruct",
+    "qwen2-vl-2b-instruct",
+)
 
 #: Where each kind that serves values stands in the tree.
 HOSTS = {
@@ -197,8 +203,11 @@ def models_page() -> str:
         card += card_text("Vision Config", cards["vision_card"])
         parts.append(f"## Qwen3-VL {size.upper()}\n\n```text\n{card}\n```")
     tree = "\n".join(tree_text(shell(configs["2b"])))
-    parts.append(f"## The tree\n\nOf the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a mixture of
-experts for each `mlp`, see [families](families.md).\n\n```text\n{tree}\n```\n")
+    note = (
+        "Of the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a mixture of\n"
+        "experts for each `mlp`, see [families](families.md)."
+    )
+    parts.append(f"## The tree\n\n{note}\n\n```text\n{tree}\n```\n")
     return "\n\n".join(parts)
 
 
@@ -279,8 +288,8 @@ class Module:
 
 INDENT = "    "
 
-#: Parts of a tuple output that one attention implementation leaves as None.
-SOMETIMES_NONE = {"attention_probabilities"}
+#: Parts of a tuple output that one attention implementation leaves as None, and what a prompt has not yet.
+SOMETIMES_NONE = {"attention_probabilities", "state_input"}
 
 
 def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, dict[str, str]]:
@@ -300,12 +309,16 @@ def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, 
     return {kind: {name: " | ".join(found) for name, found in names.items()} for kind, names in types.items()}
 
 
+def optional_tensor(name: str) -> str:
+    return "torch.Tensor" + (" | None" if name in SOMETIMES_NONE else "")
+
+
 def output_type(kind: _core.Kind) -> str:
     if kind.form == _core.Form.tensor:
         return "torch.Tensor"
     if kind.form == _core.Form.record:
         return "Record"
-    parts = ["torch.Tensor" + (" | None" if part.name in SOMETIMES_NONE else "") for part in kind.outputs]
+    parts = [optional_tensor(part.name) for part in kind.outputs]
     return f"tuple[{', '.join(parts)}]"
 
 
@@ -316,7 +329,7 @@ def class_stub(kind: _core.Kind, attributes: dict[str, str], sizes: dict[str, st
     for value in kind.values:
         doc = f'"""{getattr(KINDS[kind.name], value.name).__doc__}"""'
         lines += [
-            f"    {value.name}: {'Tensors' if value.list else 'torch.Tensor'}",
+            f"    {value.name}: {'Tensors' if value.list else optional_tensor(value.name)}",
             *textwrap.wrap(doc, 116, initial_indent=INDENT, subsequent_indent=INDENT),
         ]
     for method in METHODS.get(kind.name, ()):

@@ -86,9 +86,7 @@ def test_the_output_equals_every_expert_computed_by_hand(model, given):
             made = hidden_by_expert(mlp, x).permute(1, 2, 0, 3)
             chosen = made.gather(2, indices[..., None].expand_as(slots)) * weights[..., None]
             torch.testing.assert_close(slots, chosen, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(
-                mlp.mlp_output, routed_by_hand(mlp, x, weights, indices), rtol=1e-4, atol=1e-5
-            )
+            torch.testing.assert_close(mlp.mlp_output, routed_by_hand(mlp, x, weights, indices), rtol=1e-4, atol=1e-5)
 
 
 def test_named_values_are_the_native_tensors_prompt_by_prompt(model, given):
@@ -147,9 +145,7 @@ def test_a_changed_index_keeps_its_weight(model, given):
         x, weights = mlp.input.clone(), mlp.expert_weights.clone()
         indices = (mlp.expert_indices + 1) % mlp.num_experts
         mlp.expert_indices = indices
-        torch.testing.assert_close(
-            mlp.mlp_output, routed_by_hand(mlp, x, weights, indices), rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(mlp.mlp_output, routed_by_hand(mlp, x, weights, indices), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", VALUES)

@@ -200,6 +200,7 @@ class _Recorder:
             experts = {"grouped_mm": self.slots(ExpertsInterface._global_mapping["grouped_mm"])}
             stack.enter_context(mock.patch.dict(ExpertsInterface._global_mapping, experts))
             stack.enter_context(mock.patch.object(functional, "linear", self.linear(functional.linear)))
+            stack.enter_context(mock.patch.object(functional, "sigmoid", self.sigmoid(functional.sigmoid)))
             sdpa = self.attention(functions["sdpa"])
             stack.enter_context(mock.patch.object(functions, "_local_mapping", {"sdpa": sdpa}))
             yield
@@ -296,6 +297,23 @@ class _Recorder:
             return self.of_tokens(routers[id(weight)], "router_logits", output) if id(weight) in routers else output
 
         return linear
+
+    def sigmoid(self, original):
+        """The gate of a shared expert, whose product with the expert's output is no module's."""
+
+        class Gate:
+            def __init__(self, gate, site):
+                self.gate, self.site = gate, site
+
+            def __mul__(gate, shared):  # noqa: N805 - the recorder is `self`
+                return self.of_tokens(gate.site, "shared_expert_output", gate.gate * shared)
+
+        def sigmoid(x):
+            site, call = next(reversed(self.run.calls.items()))
+            assert site.endswith(".mlp.shared_expert_gate") and call.output is x
+            return Gate(original(x), site)
+
+        return sigmoid
 
     def slots(self, original):
         """Each slot is a token of its own with one expert: the same products, and then their sum."""
