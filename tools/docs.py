@@ -204,8 +204,8 @@ def models_page() -> str:
         parts.append(f"## Qwen3-VL {size.upper()}\n\n```text\n{card}\n```")
     tree = "\n".join(tree_text(shell(configs["2b"])))
     note = (
-        "Of the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a mixture of\n"
-        "experts for each `mlp`, see [families](families.md)."
+        "Of the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a\n"
+        "mixture of experts for each `mlp`, see [families](families.md)."
     )
     parts.append(f"## The tree\n\n{note}\n\n```text\n{tree}\n```\n")
     return "\n\n".join(parts)
