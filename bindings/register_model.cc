@@ -91,13 +91,37 @@ std::map<std::string, at::Tensor> recorded_tensors(const Recording& recording) {
   add_all("deepstack", recording.vision.deepstack);
   if (recording.vision.merged.defined()) tensors["merged"] = recording.vision.merged;
   for (std::size_t k = 0; recording.keys && k < recording.keys->size(); ++k) {
-    tensors[fmt::format("keys.{}", k)] = recording.keys->block(k).keys();
-    tensors[fmt::format("values.{}", k)] = recording.keys->block(k).values();
+    const BlockCache& block = recording.keys->block(k);
+    const auto add = [&](const char* name, const at::Tensor& tensor) {
+      if (tensor.defined()) tensors[fmt::format("{}.{}", name, k)] = tensor;
+    };
+    add("keys", block.keys());
+    add("values", block.values());
+    add("taps", block.recurrent.taps);
+    add("states", block.recurrent.state);
   }
   return tensors;
 }
 
-/// The inverse.
+/// What the blocks remember, of as many blocks as there are in the file; nullptr for none.
+std::shared_ptr<KeyValueCache> recorded_blocks(const std::map<std::string, at::Tensor>& tensors) {
+  std::vector<BlockCache> blocks;
+  const auto part = [&](const char* name) {
+    const auto found = tensors.find(fmt::format("{}.{}", name, blocks.size()));
+    return found == tensors.end() ? at::Tensor() : found->second;
+  };
+  while (true) {
+    const at::Tensor keys = part("keys"), state = part("states");
+    if (!keys.defined() && !state.defined()) break;
+    BlockCache block(0);
+    if (keys.defined()) block.replace(keys, part("values"));
+    if (state.defined()) block.recurrent = {part("taps"), state, tensors.at("streams.0").size(1)};
+    blocks.push_back(std::move(block));
+  }
+  return blocks.empty() ? nullptr : std::make_shared<KeyValueCache>(std::move(blocks));
+}
+
+/// The inverse of recorded_tensors.
 std::shared_ptr<Recording> recording_of(const std::map<std::string, at::Tensor>& tensors) {
   const auto recording = std::make_shared<Recording>();
   const auto list = [&](const char* name) {
@@ -113,10 +137,7 @@ std::shared_ptr<Recording> recording_of(const std::map<std::string, at::Tensor>&
   if (const auto merged = tensors.find("merged"); merged != tensors.end()) {
     recording->vision.merged = merged->second;
   }
-  const std::vector<at::Tensor> keys = list("keys"), values = list("values");
-  if (!keys.empty()) recording->keys = std::make_shared<KeyValueCache>(keys.size(), 0);
-  for (std::size_t k = 0; k < keys.size(); ++k)
-    recording->keys->block(k).replace(keys[k], values.at(k));
+  recording->keys = recorded_blocks(tensors);
   return recording;
 }
 
@@ -131,11 +152,11 @@ py::list modules(const Model& model) {
     for (const Parameter& parameter : module->parameters()) parameters.append(parameter.name);
     const int parent = module->parent() ? index.at(module->parent()) : -1;
     index.emplace(module, static_cast<int>(index.size()));
-    entries.append(py::dict("name"_a = module->name(), "path"_a = module->path(),
-                            "site_path"_a = module->site_path(), "kind"_a = module->kind().name,
-                            "parent"_a = parent, "inputs"_a = tree.first_input(*module),
-                            "outputs"_a = tree.first_output(*module),
-                            "values"_a = tree.first_value(*module), "parameters"_a = parameters));
+    entries.append(py::dict(
+        "name"_a = module->name(), "path"_a = module->path(), "site_path"_a = module->site_path(),
+        "kind"_a = module->kind().name, "parent"_a = parent, "inputs"_a = tree.first_input(*module),
+        "outputs"_a = tree.first_output(*module), "values"_a = tree.first_value(*module),
+        "parameters"_a = parameters, "absent"_a = module->absent()));
   }
   return entries;
 }
@@ -170,7 +191,8 @@ py::dict load(Model& model, const std::filesystem::path& folder,
     report = model.load(Checkpoint::open(folder), options);
   }
   return py::dict("dtype"_a = dtype_text(report.dtype), "ignored"_a = report.ignored,
-                  "converted"_a = report.converted, "tied"_a = report.tied);
+                  "unused"_a = report.unused, "converted"_a = report.converted,
+                  "tied"_a = report.tied);
 }
 
 /// Order of a site's location; None where the site is unavailable.

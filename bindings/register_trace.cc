@@ -12,6 +12,7 @@
 #include "core/errors.h"
 #include "core/ordinary_mode.h"
 #include "models/text/decoder.h"
+#include "models/text/delta_net.h"
 
 namespace py = pybind11;
 
@@ -29,11 +30,13 @@ void check_interrupt() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-/// The site of the queries as a reader of rows knows it.
-Site row_site(Site queries) {
-  queries.path = queries.host->site_path() + ".attention_row";
-  return queries;
+/// A site under the name of the method that goes there.
+Site method_site(Site site, const char* method) {
+  site.path = fmt::format("{}.{}", site.host->site_path(), method);
+  return site;
 }
+/// The site of the queries as a reader of rows knows it.
+Site row_site(Site queries) { return method_site(std::move(queries), "attention_row"); }
 
 }  // namespace
 
@@ -133,6 +136,29 @@ at::Tensor RunningTrace::attention_rows(int index, const ops::RowChoice& rows, b
   return probabilities.requires_grad() ? probabilities.clone() : probabilities;
 }
 
+std::int64_t RunningTrace::count_tokens(int index) {
+  const Use use(*this);
+  const py::gil_scoped_release released;
+  const auto& mixer = dynamic_cast<const DeltaNet&>(*site(index).host);
+  return mixer.tokens(*trace_, method_site(site(index), "state_after"));
+}
+
+at::Tensor RunningTrace::state_after(int index, std::int64_t token) {
+  const Use use(*this);
+  const py::gil_scoped_release released;
+  const OrdinaryMode mode;
+  const auto& mixer = dynamic_cast<const DeltaNet&>(*site(index).host);
+  return mixer.state_after(*trace_, method_site(site(index), "state_after"), token);
+}
+
+void RunningTrace::set_state_after(int index, std::int64_t token, at::Tensor state) {
+  const Use use(*this);
+  const py::gil_scoped_release released;
+  const auto& mixer = dynamic_cast<const DeltaNet&>(*site(index).host);
+  mixer.set_state_after(*trace_, method_site(site(index), "set_state_after"), token,
+                        std::move(state));
+}
+
 void RunningTrace::check_replaceable(int module) const {
   trace_->check_replaceable(*model_->tree().modules().at(module));
 }
@@ -187,6 +213,9 @@ void register_trace(py::module_& module) {
             return self.attention_rows(site, {std::move(heads), std::move(queries)}, scores);
           },
           py::arg("site"), py::arg("heads"), py::arg("queries"), py::arg("scores"))
+      .def("count_tokens", &RunningTrace::count_tokens)
+      .def("state_after", &RunningTrace::state_after)
+      .def("set_state_after", &RunningTrace::set_state_after)
       .def("check_reachable", &RunningTrace::check_reachable)
       .def("check_replaceable", &RunningTrace::check_replaceable)
       .def("replace", &RunningTrace::replace)

@@ -34,6 +34,10 @@ class RunningTrace {
   std::int64_t count_queries(int site);
   /// Rows of its probabilities, or of its scores.
   at::Tensor attention_rows(int site, const ops::RowChoice& rows, bool scores);
+  /// Tokens of a linear attention, after advancing to its recurrence. `site` is its `state`.
+  std::int64_t count_tokens(int site);
+  at::Tensor state_after(int site, std::int64_t token);
+  void set_state_after(int site, std::int64_t token, at::Tensor state);
   void check_replaceable(int module) const;
   void replace(int module, at::Tensor value);
   at::Tensor finish();

@@ -138,7 +138,7 @@ class Loader {
     for (const std::string& stored : checkpoint_.names()) {
       std::string name = options_.rename(stored);
       if (expected.count(name) == 0) {
-        report_.ignored.push_back(stored);
+        (stored.starts_with("mtp.") ? report_.unused : report_.ignored).push_back(stored);
         continue;
       }
       const auto [place, added] = stored_.try_emplace(std::move(name), stored);
@@ -152,10 +152,10 @@ class Loader {
 
   void require_any_match() const {
     if (!stored_.empty() || specs_.empty()) return;
-    fail(report_.ignored.front(),
+    fail(report_.ignored.empty() ? report_.unused.front() : report_.ignored.front(),
          fmt::format("is no weight of this model, nor is any other of the {} stored; a name such "
                      "as \"{}\" was expected. Another prefix, or another model?",
-                     report_.ignored.size(), specs_.front().name));
+                     report_.ignored.size() + report_.unused.size(), specs_.front().name));
   }
 
   void check_one_form(const WeightSpec& spec) const {

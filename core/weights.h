@@ -60,6 +60,8 @@ struct LoadReport {
   at::ScalarType dtype = at::kFloat;
   /// Stored, and no part of the model.
   std::vector<std::string> ignored;
+  /// Stored for multi-token prediction (`mtp.*`), a draft of further tokens that no forward runs.
+  std::vector<std::string> unused;
   /// Stored in another dtype than the model's.
   std::vector<std::string> converted;
   /// Not stored; they share the tensor of the weight that they are tied to.

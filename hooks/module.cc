@@ -72,6 +72,10 @@ void Module::set_unavailable(const std::string& value, std::string reason) {
   unavailable_[value] = std::move(reason);
 }
 
+void Module::set_absent(const std::string& child, std::string reason) {
+  absent_[child] = std::move(reason);
+}
+
 void Module::declare(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor) {
   parameters_.push_back({std::move(name), std::move(shape), &tensor});
 }

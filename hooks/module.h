@@ -81,6 +81,9 @@ class Module {
   std::string unavailable(const Value& value) const;
   /// States why a value of this module's kind is not served here.
   void set_unavailable(const std::string& value, std::string reason);
+  /// Modules that others of this kind have and this one has not, each with what it has instead.
+  const std::map<std::string, std::string>& absent() const { return absent_; }
+  void set_absent(const std::string& child, std::string reason);
 
  protected:
   /// Declares a parameter: the one place where its name and shape are written.
@@ -98,7 +101,7 @@ class Module {
   std::vector<Module*> children_;
   std::vector<Location*> locations_;
   std::vector<Parameter> parameters_;
-  std::map<std::string, std::string> unavailable_;
+  std::map<std::string, std::string> unavailable_, absent_;
 
  public:
   /// Entry and exit of a call: `.input`/`.inputs` and `.output` of every module.

@@ -206,6 +206,13 @@ at::Tensor Trace::peek(const Site& site) {
   return live(site);
 }
 
+void Trace::amend(const Site& site, at::Tensor value) {
+  advance(site);
+  const OrdinaryMode mode;
+  live(site) = ordinary(std::move(value));
+  assigned_ = true;
+}
+
 void Trace::check_replaceable(const Module& module) const {
   const int entry = module.input.order();
   const bool inside = standing_ ? standing_->order() > entry : target_ > entry;

@@ -122,6 +122,9 @@ class Trace {
   /// The tensor at a site as the forward holds it, after advancing there. Not for the reader's
   /// hands: neither its aliases nor its edits are followed.
   at::Tensor peek(const Site& site);
+  /// Puts a tensor where the forward offers a place for one and holds none, or another put there.
+  /// What it means is between the module and its caller.
+  void amend(const Site& site, at::Tensor value);
   /// True if reading the site needs no step of the forward.
   bool stands_at(const Site& site) const { return standing_ == site.location && !on_demand_; }
   /// Refuses what `read` would refuse before the forward moves.

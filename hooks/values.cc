@@ -57,6 +57,21 @@ std::vector<Value> attention_values(const std::string& queries, const std::strin
   };
 }
 
+std::vector<Value> gated_attention_values() {
+  auto values = attention_values("batch heads seq head_dim", "batch kv_heads seq head_dim",
+                                 "batch seq heads head_dim", "batch seq hidden_size",
+                                 "the norm of each head and M-RoPE", View::kWhole);
+  for (Value& value : values) {
+    if (value.name == "attention_head_outputs") value.description += ", before the gate";
+  }
+  return values;
+}
+
+const std::string kLinearKeys = "batch seq linear_heads linear_key_dim";
+const std::string kLinearValues = "batch seq linear_heads linear_value_dim";
+const std::string kLinearGates = "batch seq linear_heads";
+const std::string kLinearState = "batch linear_heads linear_key_dim linear_value_dim";
+
 /// A pattern for each segment of cu_seqlens.
 Value per_image(const std::string& name, const std::string& description) {
   Value value{name, "ImagePattern", "heads query key",
@@ -134,8 +149,10 @@ const Kind text_layer{
     h   = x + self_attn(input_layernorm(x))
     out = h + mlp(post_attention_layernorm(h))
 
-so layer_input + attention_output + mlp_output == layer_output, bit for bit. With images or videos
-the text model then adds DeepStack level k after block k (the first blocks only):
+so layer_input + attention_output + mlp_output == layer_output, bit for bit. Where a family has linear
+attention, most blocks have linear_attn in the place of self_attn.
+
+With images or videos a text model with DeepStack then adds DeepStack level k after block k (the first blocks only):
 
     layers[k+1].input[mask]  == layers[k].layer_output[mask] + layers[k].deepstack_output
     layers[k+1].input[~mask] == layers[k].layer_output[~mask]
@@ -167,6 +184,71 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     attention_values("batch heads seq head_dim", "batch kv_heads seq head_dim",
                      "batch seq heads head_dim", "batch seq hidden_size",
                      "M-RoPE (in the Qwen3 lines, of normed heads)", View::kWhole)};
+
+const Kind gated_attention{
+    "GatedAttention",
+    R"(Grouped-query attention with an output gate: q_norm and k_norm per head, then M-RoPE on the first
+dimensions of each head.
+
+    attention_output = o_proj(attention_head_outputs.flatten(2) * sigmoid(gate))
+
+where q_proj gives each head its queries and behind them its gate.
+
+attention_row(query, heads) gives rows of attention_probabilities without making the whole.)",
+    {keyword("hidden_states"), keyword("attention_mask"), keyword("position_embeddings", 2)},
+    Form::kTuple,
+    {{"attention_output"}, {"attention_probabilities"}},
+    gated_attention_values(),
+};
+
+const Kind delta_net{
+    "GatedDeltaNet",
+    R"(Gated DeltaNet, a linear attention. Each head keeps a matrix S, [key, value], that maps keys to values.
+For each token, with queries and keys scaled to length one and queries divided by sqrt(linear_key_dim):
+
+    S = exp(decay) * S
+    S = S + outer(k, beta * (v - k @ S))
+    attention_head_outputs[t] = q @ S
+
+    attention_output = out_proj(norm(attention_head_outputs, z))
+
+A prompt goes by chunks of tokens, a later step of a generation token by token; both give the same up to
+rounding. states, when read, are made token by token; written, they are what the tokens read.
+state_after(t) gives one of them, and set_state_after(t, value) puts another in its place, from which the
+tokens behind go on.)",
+    {keyword("hidden_states"), keyword("attention_mask")},
+    Form::kTensor,
+    {{"hidden_states"}},
+    {
+        {"attention_queries", "LinearQK", kLinearKeys,
+         "queries after the convolution, repeated for the heads that share them, not yet scaled",
+         "attention_queries", 0},
+        {"attention_keys", "LinearQK", kLinearKeys,
+         "keys after the convolution, repeated for the heads that share them, not yet scaled",
+         "attention_queries", 1},
+        {"attention_values", "LinearV", kLinearValues, "values after the convolution",
+         "attention_queries", 2},
+        {"decays", "Gates", kLinearGates,
+         "logarithm of what is left of the state, 0 or less, in float32", "attention_queries", 3},
+        {"betas", "Gates", kLinearGates,
+         "how much of the old value under its key a token replaces, 0 to 1", "attention_queries",
+         4},
+        {"state_input", "State", kLinearState,
+         "the state that the step before left, in float32; None on a prompt", "attention_queries",
+         5},
+        {"state", "State", kLinearState,
+         "the state before the first token: state_input, or zeros on a prompt", "state"},
+        {"states", "States", "batch seq linear_heads linear_key_dim linear_value_dim",
+         "the state behind each token", "states"},
+        {"attention_head_outputs", "LinearV", kLinearValues,
+         "what each head reads from its state, before the gated norm", "attention_head_outputs", 0},
+        {"state_output", "State", kLinearState,
+         "the state behind the last token, which the next step starts from",
+         "attention_head_outputs", 1},
+        {"attention_output", "Residual", "batch seq hidden_size",
+         "what the linear attention adds to the stream", "output"},
+    },
+};
 
 const Kind text_mlp{"TextMLP",
                     "SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x)).",
@@ -204,10 +286,19 @@ weight.)",
         {"routed_output", "Residual", "batch seq hidden_size",
          "the sum of what the chosen experts add", "experts.output", 0, View::kBatchAxis},
         {"shared_expert_output", "Residual", "batch seq hidden_size",
-         "what the shared expert adds, its gate included", "shared_expert_output"},
+         "what the shared expert adds, its gate included", "shared_expert_output", 0,
+         View::kBatchAxis},
         {"mlp_output", "Residual", "batch seq hidden_size", "what the MLP adds to the stream",
          "output", 0},
     }};
+
+const Kind shared_expert{
+    "SharedExpert",
+    R"(The MLP of a mixture that every token goes to, on all tokens of all prompts in one row:
+down_proj(silu(gate_proj(x)) * up_proj(x)).)",
+    {{"x"}},
+    Form::kTensor,
+    {{"x"}}};
 
 const Kind router{
     "Router",
@@ -354,12 +445,29 @@ const Kind conv3d{"Conv3d",
                   {{"input"}},
                   Form::kTensor,
                   {{"output"}}};
+const Kind conv1d{"CausalConv1d",
+                  "A causal convolution over time, of each channel by itself: [batch, channels, "
+                  "seq]. A later step of "
+                  "a generation continues from the inputs before.",
+                  {{"input"}},
+                  Form::kTensor,
+                  {{"output"}}};
 const Kind embedding{"Embedding", "Rows of a table.", {{"input"}}, Form::kTensor, {{"output"}}};
 const Kind rms_norm{"RMSNorm",
                     "y = weight * x / rms(x), the rms taken in float32.",
                     {{"hidden_states"}},
                     Form::kTensor,
                     {{"hidden_states"}}};
+const Kind zero_centered_rms_norm{"ZeroCenteredRMSNorm",
+                                  "y = (1 + weight) * x / rms(x), all in float32.",
+                                  {{"x"}},
+                                  Form::kTensor,
+                                  {{"x"}}};
+const Kind gated_rms_norm{"GatedRMSNorm",
+                          "y = weight * x / rms(x) * silu(gate), on rows of one head.",
+                          {{"hidden_states"}, {"gate"}},
+                          Form::kTensor,
+                          {{"hidden_states"}}};
 const Kind layer_norm{
     "LayerNorm", "y = weight * (x - mean) / std + bias.", {{"input"}}, Form::kTensor, {{"output"}}};
 const Kind activation{
@@ -370,11 +478,14 @@ const Kind activation{
 const std::vector<const Kind*>& all_kinds() {
   using namespace kinds;
   static const std::vector<const Kind*> all = {
-      &causal_lm,   &multimodal_model, &text_model,       &text_layer, &text_attention,
-      &text_mlp,    &text_mixture,     &router,           &experts,    &text_rotary,
-      &vision,      &vision_layer,     &vision_attention, &vision_mlp, &vision_rotary,
-      &patch_embed, &projector,        &merger,           &sequential, &linear,
-      &conv3d,      &embedding,        &rms_norm,         &layer_norm, &activation};
+      &causal_lm,      &multimodal_model, &text_model,   &text_layer,
+      &text_attention, &gated_attention,  &delta_net,    &text_mlp,
+      &text_mixture,   &shared_expert,    &router,       &experts,
+      &text_rotary,    &vision,           &vision_layer, &vision_attention,
+      &vision_mlp,     &vision_rotary,    &patch_embed,  &projector,
+      &merger,         &sequential,       &linear,       &conv3d,
+      &conv1d,         &embedding,        &rms_norm,     &zero_centered_rms_norm,
+      &gated_rms_norm, &layer_norm,       &activation};
   return all;
 }
 

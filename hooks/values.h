@@ -67,8 +67,9 @@ struct Kind {
 
 namespace kinds {
 extern const Kind causal_lm, multimodal_model, text_model, text_layer, text_attention, text_mlp,
-    text_mixture, router, experts, text_rotary, vision, vision_layer, vision_attention, vision_mlp,
-    vision_rotary, patch_embed, projector, merger, sequential, linear, conv3d, embedding, rms_norm,
+    gated_attention, delta_net, text_mixture, shared_expert, router, experts, text_rotary, vision,
+    vision_layer, vision_attention, vision_mlp, vision_rotary, patch_embed, projector, merger,
+    sequential, linear, conv3d, conv1d, embedding, rms_norm, zero_centered_rms_norm, gated_rms_norm,
     layer_norm, activation;
 }  // namespace kinds
 

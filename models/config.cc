@@ -159,18 +159,28 @@ struct RopeDefaults {
   double theta;
   std::vector<int64_t> mrope_section;
   bool interleaved = true;
+  double partial_rotary_factor = 1;
 };
 
-void check_mrope_section(const Section& text, const std::string& key,
-                         const std::vector<int64_t>& section, int64_t head_dim) {
+/// How many of a head's dimensions turn.
+int64_t rotated(int64_t head_dim, double partial_rotary_factor) {
+  return static_cast<int64_t>(static_cast<double>(head_dim) * partial_rotary_factor);
+}
+
+void check_mrope_section(const Section& text, const std::string& key, const RopeConfig& rope,
+                         int64_t head_dim) {
+  const std::vector<int64_t>& section = rope.mrope_section;
   const int64_t sum = std::accumulate(section.begin(), section.end(), int64_t{0});
-  if (section.size() == 3 && sum == head_dim / 2) return;
-  text.fail(key, fmt::format("[{}] must be three numbers that sum to head_dim / 2 = {}, not {}",
-                             fmt::join(section, ", "), head_dim / 2, sum));
+  const int64_t half = rotated(head_dim, rope.partial_rotary_factor) / 2;
+  if (section.size() == 3 && sum == half) return;
+  text.fail(key, fmt::format("[{}] must be three numbers that sum to head_dim{} / 2 = {}, not {}",
+                             fmt::join(section, ", "),
+                             rope.partial_rotary_factor == 1 ? "" : " * partial_rotary_factor",
+                             half, sum));
 }
 
 /// Refuses settings that would change the angles and that no forward here follows.
-void check_rope_kind(const Section& rope) {
+void check_rope_kind(const Section& rope, double partial_rotary_factor) {
   for (const char* key : {"rope_type", "type"}) {
     if (!rope.has(key)) continue;
     const std::string type = rope.word(key);
@@ -178,7 +188,7 @@ void check_rope_kind(const Section& rope) {
       rope.fail(key, fmt::format("\"{}\" is not supported; default and mrope are", type));
     }
   }
-  if (rope.positive_or("partial_rotary_factor", 1) != 1) {
+  if (rope.positive_or("partial_rotary_factor", partial_rotary_factor) != partial_rotary_factor) {
     rope.fail("partial_rotary_factor", "other than 1 is not supported in this family");
   }
 }
@@ -202,10 +212,10 @@ RopeConfig read_mrope(const Section& text, int64_t head_dim, const RopeDefaults&
     text.fail("rope_scaling", "and rope_parameters are both given; keep one of them");
   }
   const std::string key = v5 ? "rope_parameters" : "rope_scaling";
-  RopeConfig config{defaults.theta, defaults.mrope_section, defaults.interleaved};
+  RopeConfig config{defaults.theta, defaults.mrope_section, defaults.interleaved,
+                    defaults.partial_rotary_factor};
   if (!text.has(key)) {
-    check_mrope_section(text, key + ".mrope_section (absent, so by default)", config.mrope_section,
-                        head_dim);
+    check_mrope_section(text, key + ".mrope_section (absent, so by default)", config, head_dim);
     if (text.has("rope_theta")) config.theta = text.positive("rope_theta");
     notes.push_back(fmt::format(
         "{}: {} has no rotary settings: the class defaults stand in, with base {} and sections "
@@ -214,11 +224,11 @@ RopeConfig read_mrope(const Section& text, int64_t head_dim, const RopeDefaults&
     return config;
   }
   const Section rope = text.section(key);
-  check_rope_kind(rope);
+  check_rope_kind(rope, defaults.partial_rotary_factor);
   config.theta = read_theta(text, rope);
   if (rope.has("mrope_section"))
     config.mrope_section = rope.integers("mrope_section", {0, 1 << 20});
-  check_mrope_section(rope, "mrope_section", config.mrope_section, head_dim);
+  check_mrope_section(rope, "mrope_section", config, head_dim);
   if (rope.flag_or("mrope_interleaved", defaults.interleaved) != defaults.interleaved) {
     rope.fail("mrope_interleaved", defaults.interleaved ? "is false; this family interleaves"
                                                         : "is true; this family does not");
@@ -239,12 +249,14 @@ void check_attention_heads(const Section& text, const TextConfig& config) {
 }
 
 /// The dense text model of the Qwen3 line, but for its rotary settings.
-TextConfig read_qwen3_text(const Section& text, std::string_view model_type) {
+/// @param width what the file calls the width of the MLP that every token goes through.
+TextConfig read_qwen3_text(const Section& text, std::string_view model_type,
+                           const std::string& width = "intermediate_size") {
   TextConfig config{};
   config.model_type = text.choice_or_first("model_type", {model_type});
   config.vocab_size = text.integer("vocab_size", kVocabulary);
   config.hidden_size = text.integer("hidden_size", kWidth);
-  config.intermediate_size = text.integer("intermediate_size", kWidth);
+  config.intermediate_size = text.integer(width, kWidth);
   config.num_hidden_layers = text.integer("num_hidden_layers", kCount);
   config.num_attention_heads = text.integer("num_attention_heads", kCount);
   config.num_key_value_heads = text.integer("num_key_value_heads", kCount);
@@ -367,7 +379,8 @@ double read_vision_theta(const Section& vision) {
   return rope.positive_or("rope_theta", kDefault);
 }
 
-/// The tower of Qwen3-VL. `model_types`: the one it has by default, and others that mean the same.
+/// The tower of the Qwen3 lines, but for DeepStack. `model_types`: the one it has by default, and
+/// others that mean the same.
 VisionConfig read_qwen3_vision(const Section& vision,
                                const std::vector<std::string_view>& model_types) {
   VisionConfig config{};
@@ -384,10 +397,8 @@ VisionConfig read_qwen3_vision(const Section& vision,
   config.num_position_embeddings = vision.integer("num_position_embeddings", kWidth);
   config.hidden_act = vision.choice_or_first("hidden_act", {"gelu_pytorch_tanh"});
   config.rope_theta = read_vision_theta(vision);
-  config.deepstack_visual_indexes = vision.integers("deepstack_visual_indexes", {0, kCount.high});
   check_vision_heads(vision, config);
   check_square(vision, config.num_position_embeddings);
-  check_blocks(vision, "deepstack_visual_indexes", config.deepstack_visual_indexes, config);
   return config;
 }
 
@@ -486,11 +497,12 @@ void check_projection(const Section& vision, const std::string& key, const Secti
                                text.key_path("hidden_size"), config.text.hidden_size));
 }
 
-void read_token_ids(const Section& root, Config& config) {
-  config.image_token_id = root.integer_or("image_token_id", kTokenId, 151655);
-  config.video_token_id = root.integer_or("video_token_id", kTokenId, 151656);
-  config.vision_start_token_id = root.integer_or("vision_start_token_id", kTokenId, 151652);
-  config.vision_end_token_id = root.integer_or("vision_end_token_id", kTokenId, 151653);
+/// @param first the default of vision_start, from which the others count on.
+void read_token_ids(const Section& root, Config& config, int64_t first = 151652) {
+  config.image_token_id = root.integer_or("image_token_id", kTokenId, first + 3);
+  config.video_token_id = root.integer_or("video_token_id", kTokenId, first + 4);
+  config.vision_start_token_id = root.integer_or("vision_start_token_id", kTokenId, first);
+  config.vision_end_token_id = root.integer_or("vision_end_token_id", kTokenId, first + 1);
   if (config.image_token_id == config.video_token_id) {
     root.fail("image_token_id",
               fmt::format("and video_token_id are both {}", config.image_token_id));
@@ -510,6 +522,10 @@ Config read_qwen3_vl_line(const Section& root, const std::string& line) {
   config.text = read_qwen3_text(text, line + "_text");
   config.text.rope = read_mrope(text, config.text.head_dim, {5e5, {24, 20, 20}}, config.notes);
   config.vision = read_qwen3_vision(vision, {line + "_vision", line});
+  config.vision.deepstack_visual_indexes =
+      vision.integers("deepstack_visual_indexes", {0, kCount.high});
+  check_blocks(vision, "deepstack_visual_indexes", config.vision.deepstack_visual_indexes,
+               config.vision);
   check_projection(vision, "out_hidden_size", text, config);
   read_token_ids(root, config);
   config.tie_word_embeddings = read_tie(root, text);
@@ -560,14 +576,104 @@ Config read_qwen2_5_vl(const Section& root) {
   return read_qwen2_line(root, {"qwen2_5_vl", "out_hidden_size", read_qwen2_5_vl_vision});
 }
 
+/// Which blocks are recurrent: `layer_types`, or every block but each `full_attention_interval`-th.
+std::vector<Mixer> read_mixers(const Section& text, int64_t blocks) {
+  std::vector<Mixer> mixers;
+  if (!text.has("layer_types")) {
+    const int64_t interval = text.integer_or("full_attention_interval", kCount, 4);
+    for (int64_t i = 1; i <= blocks; ++i) {
+      mixers.push_back(i % interval == 0 ? Mixer::kAttention : Mixer::kLinearAttention);
+    }
+    return mixers;
+  }
+  const std::vector<std::string> names = text.words("layer_types");
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    const bool linear = names[i] == "linear_attention";
+    if (!linear && names[i] != "full_attention") {
+      text.fail(fmt::format("layer_types[{}]", i),
+                fmt::format("must be linear_attention or full_attention, found \"{}\"", names[i]));
+    }
+    mixers.push_back(linear ? Mixer::kLinearAttention : Mixer::kAttention);
+  }
+  if (static_cast<int64_t>(names.size()) != blocks) {
+    text.fail("layer_types",
+              fmt::format("names {} blocks, but num_hidden_layers is {}", names.size(), blocks));
+  }
+  return mixers;
+}
+
+LinearAttentionConfig read_linear_attention(const Section& text) {
+  LinearAttentionConfig config{};
+  config.conv_kernel = text.integer("linear_conv_kernel_dim", {1, 1024});
+  config.key_head_dim = text.integer("linear_key_head_dim", kCount);
+  config.value_head_dim = text.integer("linear_value_head_dim", kCount);
+  config.num_key_heads = text.integer("linear_num_key_heads", kCount);
+  config.num_value_heads = text.integer("linear_num_value_heads", kCount);
+  if (config.num_value_heads % config.num_key_heads != 0) {
+    text.fail("linear_num_value_heads",
+              fmt::format("{} is not a multiple of linear_num_key_heads {}", config.num_value_heads,
+                          config.num_key_heads));
+  }
+  return config;
+}
+
+/// The share of a head's dimensions that turns: among the rotary settings, or beside them.
+double read_partial_rotary_factor(const Section& text, int64_t head_dim) {
+  double factor = text.positive_or("partial_rotary_factor", 0.25);
+  if (text.has("rope_parameters")) {
+    factor = text.section("rope_parameters").positive_or("partial_rotary_factor", factor);
+  }
+  if (factor > 1 || rotated(head_dim, factor) % 2 != 0) {
+    text.fail("partial_rotary_factor",
+              fmt::format("is {}; it must leave an even number of the {} dimensions of a head",
+                          factor, head_dim));
+  }
+  return factor;
+}
+
+/// What Qwen3.5 and its mixture of experts have in common; `line` as in read_qwen3_vl_line.
+Config read_qwen3_5_line(const Section& root, const std::string& line, const std::string& width) {
+  const Section text = root.section("text_config");
+  const Section vision = root.section("vision_config");
+  refuse_quantisation(text);
+  Config config{};
+  config.model_type = root.word("model_type");
+  config.text = read_qwen3_text(text, line + "_text", width);
+  const double partial = read_partial_rotary_factor(text, config.text.head_dim);
+  config.text.rope =
+      read_mrope(text, config.text.head_dim, {1e7, {11, 11, 10}, true, partial}, config.notes);
+  config.text.mixers = read_mixers(text, config.text.num_hidden_layers);
+  config.text.linear = read_linear_attention(text);
+  if (!text.flag_or("attn_output_gate", true)) {
+    text.fail("attn_output_gate", "is false; the attention of this family has a gate");
+  }
+  config.vision = read_qwen3_vision(vision, {line + "_vision", line});
+  check_projection(vision, "out_hidden_size", text, config);
+  read_token_ids(root, config, 248053);
+  config.tie_word_embeddings = read_tie(root, text);
+  config.dtype = read_dtype(root, text);
+  return config;
+}
+
+Config read_qwen3_5(const Section& root) {
+  return read_qwen3_5_line(root, "qwen3_5", "intermediate_size");
+}
+
+Config read_qwen3_5_moe(const Section& root) {
+  const std::string shared = "shared_expert_intermediate_size";
+  Config config = read_qwen3_5_line(root, "qwen3_5_moe", shared);
+  config.text.mixture = read_mixture(root.section("text_config"));
+  config.text.mixture->shared_intermediate_size = config.text.intermediate_size;
+  return config;
+}
+
 struct Family {
   std::string_view model_type;
   Config (*read)(const Section& root);
 };
-constexpr Family kFamilies[] = {{"qwen2_vl", read_qwen2_vl},
-                                {"qwen2_5_vl", read_qwen2_5_vl},
-                                {"qwen3_vl", read_qwen3_vl},
-                                {"qwen3_vl_moe", read_qwen3_vl_moe}};
+constexpr Family kFamilies[] = {{"qwen2_vl", read_qwen2_vl}, {"qwen2_5_vl", read_qwen2_5_vl},
+                                {"qwen3_vl", read_qwen3_vl}, {"qwen3_vl_moe", read_qwen3_vl_moe},
+                                {"qwen3_5", read_qwen3_5},   {"qwen3_5_moe", read_qwen3_5_moe}};
 
 json parse_text(std::string_view text, const std::string& where) {
   try {
@@ -632,6 +738,21 @@ ConfigCard text_card(const Config& config) {
     card.insert(card.end(), {{"num_experts", number(mixture->num_experts)},
                              {"top_k", number(mixture->top_k)},
                              {"moe_intermediate_size", number(mixture->intermediate_size)}});
+  }
+  if (!text.mixers.empty()) {
+    const LinearAttentionConfig& linear = text.linear;
+    std::vector<std::size_t> full;
+    for (std::size_t k = 0; k < text.mixers.size(); ++k) {
+      if (text.mixers[k] == Mixer::kAttention) full.push_back(k);
+    }
+    card.insert(card.end(),
+                {{"partial_rotary_factor", fmt::to_string(text.rope.partial_rotary_factor)},
+                 {"full_attention_layers", fmt::format("[{}]", fmt::join(full, ", "))},
+                 {"linear_heads", number(linear.num_value_heads)},
+                 {"linear_key_heads", number(linear.num_key_heads)},
+                 {"linear_key_dim", number(linear.key_head_dim)},
+                 {"linear_value_dim", number(linear.value_head_dim)},
+                 {"linear_conv_kernel_dim", number(linear.conv_kernel)}});
   }
   return card;
 }

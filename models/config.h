@@ -13,11 +13,13 @@
 namespace vlscope {
 
 /// Rotary settings of the text model. `mrope_section` gives the number of frequencies that follow
-/// the temporal, height and width position; its three numbers sum to head_dim / 2.
+/// the temporal, height and width position; its three numbers sum to half of the rotated dimensions
+/// of a head.
 struct RopeConfig {
   double theta;
   std::vector<int64_t> mrope_section;
   bool mrope_interleaved;
+  double partial_rotary_factor = 1;  ///< Of each head's dimensions, from the first.
 };
 
 /// The mixtures of experts of a text model. A block's MLP is one iff the block is not among
@@ -28,9 +30,27 @@ struct MixtureConfig {
   int64_t intermediate_size;  ///< Of one expert.
   int64_t sparse_step;
   std::vector<int64_t> mlp_only_layers;
+  int64_t shared_intermediate_size = 0;  ///< Of the shared expert; 0 where there is none.
 
   bool covers(int64_t block) const;
 };
+
+/// The recurrent blocks of a text model with linear attention.
+struct LinearAttentionConfig {
+  int64_t conv_kernel;
+  int64_t key_head_dim;
+  int64_t value_head_dim;
+  int64_t num_key_heads;
+  int64_t num_value_heads;  ///< A multiple of num_key_heads.
+
+  int64_t key_width() const { return num_key_heads * key_head_dim; }
+  int64_t value_width() const { return num_value_heads * value_head_dim; }
+  /// Queries, keys and values side by side.
+  int64_t channels() const { return 2 * key_width() + value_width(); }
+};
+
+/// What stands before the MLP of a text block.
+enum class Mixer { kAttention, kLinearAttention };
 
 /// The text model. `head_dim` is a number of its own, not hidden_size / num_attention_heads.
 struct TextConfig {
@@ -48,6 +68,13 @@ struct TextConfig {
   std::string hidden_act;
   RopeConfig rope;
   std::optional<MixtureConfig> mixture;  ///< Absent where every MLP is dense.
+  LinearAttentionConfig linear = {};     ///< Zeros where no block is recurrent.
+  std::vector<Mixer> mixers = {};        ///< Of each block; empty where all are attention.
+
+  /// How many dimensions of a head are rotated.
+  int64_t rotary_dim() const {
+    return static_cast<int64_t>(static_cast<double>(head_dim) * rope.partial_rotary_factor);
+  }
 };
 
 /// How the tokens of a video stand in a prompt, and what their time positions are.

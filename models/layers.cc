@@ -17,6 +17,15 @@
 
 namespace vlscope {
 
+at::Tensor in_float(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat);
+}
+
+at::Tensor normalised(const at::Tensor& x, double eps) {
+  const at::Tensor precise = in_float(x);
+  return precise * at::rsqrt(precise.pow(2).mean(-1, /*keepdim=*/true) + eps);
+}
+
 at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
   return weight.flatten().narrow(0, 0, 1).expand(shape);
 }
@@ -67,10 +76,18 @@ RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double ep
 }
 
 at::Tensor RmsNorm::apply(const at::Tensor& x) const {
-  // float64 stays what it is: the reference's cast is there for half precision.
-  const at::Tensor precise = x.scalar_type() == at::kDouble ? x : x.to(at::kFloat);
-  const at::Tensor mean_square = precise.pow(2).mean(-1, /*keepdim=*/true);
-  return weight_ * (precise * at::rsqrt(mean_square + eps_)).to(x.scalar_type());
+  return weight_ * normalised(x, eps_).to(x.scalar_type());
+}
+
+ZeroCenteredRmsNorm::ZeroCenteredRmsNorm(Module* parent, std::string name, std::int64_t width,
+                                         double eps)
+    : Leaf(parent, std::move(name), kinds::zero_centered_rms_norm), eps_(eps) {
+  declare("weight", {width}, weight_);
+}
+
+at::Tensor ZeroCenteredRmsNorm::apply(const at::Tensor& x) const {
+  const at::Tensor y = normalised(x, eps_);
+  return (y * (1.0 + weight_.to(y.scalar_type()))).to(x.scalar_type());
 }
 
 LayerNorm::LayerNorm(Module* parent, std::string name, std::int64_t width, double eps)

@@ -7,6 +7,12 @@
 
 namespace vlscope {
 
+/// `x` in float32, for arithmetic that half precision is too coarse for. float64 stays what it is.
+at::Tensor in_float(const at::Tensor& x);
+
+/// x / sqrt(mean(x^2) + eps) along the last axis, by in_float.
+at::Tensor normalised(const at::Tensor& x, double eps);
+
 /// A tensor of this shape without room for it: every element is the first of `weight`. Has its
 /// dtype and device.
 at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape);
@@ -48,6 +54,17 @@ class Embedding : public Leaf {
 class RmsNorm : public Leaf {
  public:
   RmsNorm(Module* parent, std::string name, std::int64_t width, double eps);
+  at::Tensor apply(const at::Tensor& x) const override;
+
+ private:
+  double eps_;
+  at::Tensor weight_;
+};
+
+/// y = (1 + weight) * (x / sqrt(mean(x^2) + eps)), in float32 throughout.
+class ZeroCenteredRmsNorm : public Leaf {
+ public:
+  ZeroCenteredRmsNorm(Module* parent, std::string name, std::int64_t width, double eps);
   at::Tensor apply(const at::Tensor& x) const override;
 
  private:

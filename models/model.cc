@@ -15,6 +15,7 @@
 #include "core/text.h"
 #include "models/qwen2_5_vl.h"
 #include "models/qwen2_vl.h"
+#include "models/qwen3_5.h"
 #include "models/qwen3_vl.h"
 #include "models/qwen3_vl_moe.h"
 
@@ -30,10 +31,9 @@ std::unique_ptr<CausalLM> build_family(const Config& config, Attention attention
 
 const std::map<std::string, Builder>& families() {
   static const std::map<std::string, Builder> families = {
-      {"qwen2_vl", build_family<Qwen2VL>},
-      {"qwen2_5_vl", build_family<Qwen25VL>},
-      {"qwen3_vl", build_family<Qwen3VL>},
-      {"qwen3_vl_moe", build_family<Qwen3VLMoe>},
+      {"qwen2_vl", build_family<Qwen2VL>}, {"qwen2_5_vl", build_family<Qwen25VL>},
+      {"qwen3_vl", build_family<Qwen3VL>}, {"qwen3_vl_moe", build_family<Qwen3VLMoe>},
+      {"qwen3_5", build_family<Qwen3_5>},  {"qwen3_5_moe", build_family<Qwen3_5Moe>},
   };
   return families;
 }

@@ -7,8 +7,8 @@ std::vector<at::Tensor> Recording::tensors() const {
   if (vision.merged.defined()) held.push_back(vision.merged);
   held.insert(held.end(), vision.deepstack.begin(), vision.deepstack.end());
   for (std::size_t k = 0; keys && k < keys->size(); ++k) {
-    held.push_back(keys->block(k).keys());
-    held.push_back(keys->block(k).values());
+    const std::vector<at::Tensor> block = keys->block(k).tensors();
+    held.insert(held.end(), block.begin(), block.end());
   }
   return held;
 }

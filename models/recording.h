@@ -22,7 +22,8 @@ struct Recording {
   VisionFeatures vision;
   /// `[batch, seq, hidden]` entering each text block, and last what entered the final norm.
   std::vector<at::Tensor> streams;
-  std::shared_ptr<KeyValueCache> keys;  ///< Of every block, or nullptr if they were not asked for.
+  /// What every block remembers, or nullptr if that was not asked for.
+  std::shared_ptr<KeyValueCache> keys;
 
   /// Every tensor held.
   std::vector<at::Tensor> tensors() const;

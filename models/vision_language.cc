@@ -97,6 +97,7 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
     for (at::Tensor& level : features.deepstack) level = level.index_select(0, order);
   }
   in.deepstack = std::move(features.deepstack);
+  if (!model.visual->deepstack_levels()) in.visual_pos_masks = at::Tensor();
   co_return in;
 }
 

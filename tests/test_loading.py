@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -402,3 +403,47 @@ def test_the_weight_list_of_a_shipped_size_counts_to_the_tensor_and_the_paramete
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert vlscope.weight_counts(path) == (tensors, parameters)
+
+
+#          tensors  parameters, those of multi-token prediction included
+QWEN3_5 = {
+    "0.8b": (488, 873_438_784),
+    "2b": (632, 2_274_069_824),
+    "4b": (738, 4_659_865_088),
+    "9b": (775, 9_653_104_368),
+    "27b": (1199, 27_781_427_952),
+    "35b-a3b": (1811, 35_951_822_704),
+}
+
+
+@pytest.mark.parametrize("size", QWEN3_5)
+def test_a_shipped_size_of_qwen3_5_counts_to_what_is_stored_but_for_multi_token_prediction(size):
+    path = Path(__file__).parent / "data" / "configs" / f"qwen3.5-{size}.json"
+    text = json.loads(path.read_text())["text_config"]
+    hidden, dim = text["hidden_size"], text["head_dim"]
+    queries, keys = text["num_attention_heads"] * dim, text["num_key_value_heads"] * dim
+    if experts := text.get("num_experts", 0):  # stored one by one; the router, the shared expert and its gate
+        mlps = [text["moe_intermediate_size"]] * experts + [text["shared_expert_intermediate_size"]]
+        others = (experts + 1) * hidden
+    else:
+        mlps, others = [text["intermediate_size"]], 0
+    # fc over two streams, three norms, and one gated block: two norms, four projections and two norms of heads.
+    block = 2 * hidden + hidden * (2 * queries + 2 * keys + queries) + 2 * dim + 3 * hidden * sum(mlps) + others
+    prediction = 2 * hidden * hidden + 3 * hidden + block
+    stored = 1 + 3 + 8 + 3 * len(mlps) + (2 if experts else 0)
+    tensors, parameters = vlscope.weight_counts(path)
+    assert (tensors + stored, parameters + prediction) == QWEN3_5[size]
+
+
+def test_weights_of_multi_token_prediction_are_known_and_listed_as_unused(checkpoint, tmp_path, caplog):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoint("hybrid"), folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["mtp.fc.weight"] = torch.zeros(48, 96)
+    weights["mtp.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 48)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with caplog.at_level("INFO", logger="vlscope"):
+        vlscope.load(folder)
+    (record,) = [record for record in caplog.records if "mtp." in record.message]
+    assert record.levelname == "INFO" and "2 tensors are for multi-token prediction" in record.message
+    assert "mtp.fc.weight, mtp.layers.0.mlp.up_proj.weight" in record.message

@@ -359,10 +359,117 @@ QWEN2_VL = {
     ),
 }
 
-CONFIGS = {**QWEN3_VL, **QWEN3_VL_MOE, **QWEN2_5_VL, **QWEN2_VL}
+
+def _hybrid(text, vision, tied, mrope_section, partial):
+    """A config of Qwen3.5: without taps, with recurrent blocks and a part of each head rotated."""
+    config = _config(text, vision, tied, mrope_section, theta=1e5)
+    config["text_config"]["rope_parameters"]["partial_rotary_factor"] = partial
+    return {**config, "model_type": "qwen3_5"}
+
+
+QWEN3_5 = {
+    # Three recurrent blocks and a gated one; two value heads share a key head; values wider than keys.
+    "hybrid": _hybrid(
+        {
+            "hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "num_hidden_layers": 4,
+            "intermediate_size": 96,
+            "rms_norm_eps": 1e-6,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 16},
+        tied=False,
+        mrope_section=[2, 1, 1],
+        partial=0.25,
+    ),
+    # Every second block gated, as many key as value heads, keys wider than values, a convolution over three tokens.
+    "hybrid_by_two": _hybrid(
+        {
+            "hidden_size": 40,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "intermediate_size": 72,
+            "rms_norm_eps": 1e-3,
+            "attention_bias": True,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_conv_kernel_dim": 3,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+        },
+        {"depth": 2, "hidden_size": 144, "num_heads": 2, "intermediate_size": 96, "num_position_embeddings": 64},
+        tied=True,
+        mrope_section=[2, 1, 1],
+        partial=0.5,
+    ),
+    # A gated block first and a recurrent one last; three value heads share a key head; patches of 8 pixels.
+    "hybrid_uneven": _hybrid(
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "num_hidden_layers": 3,
+            "intermediate_size": 64,
+            "rms_norm_eps": 1e-5,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+        },
+        {
+            "depth": 2,
+            "hidden_size": 40,
+            "num_heads": 1,
+            "intermediate_size": 48,
+            "num_position_embeddings": 9,
+            "patch_size": 8,
+        },
+        tied=False,
+        mrope_section=[3, 3, 2],
+        partial=0.25,
+    ),
+}
+
+
+def _shared_mixture(dense, shared, **mixture):
+    """The config of a mixture with a shared expert, which is a dense one but for its MLPs."""
+    text = {key: value for key, value in dense["text_config"].items() if key != "intermediate_size"}
+    text |= {"shared_expert_intermediate_size": shared, **mixture}
+    return {**dense, "model_type": "qwen3_5_moe", "text_config": text}
+
+
+QWEN3_5_MOE = {
+    "hybrid_moe": _shared_mixture(
+        QWEN3_5["hybrid"], shared=56, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40
+    ),
+    # Many experts, few of which are hit; a gated block first.
+    "hybrid_moe_uneven": _shared_mixture(
+        QWEN3_5["hybrid_uneven"], shared=24, num_experts=16, num_experts_per_tok=5, moe_intermediate_size=24
+    ),
+}
+
+CONFIGS = {**QWEN3_VL, **QWEN3_VL_MOE, **QWEN2_5_VL, **QWEN2_VL, **QWEN3_5, **QWEN3_5_MOE}
 
 #: Families in which a video is one run of tokens, as against a run for each frame.
 WHOLE_VIDEOS = {*QWEN2_5_VL, *QWEN2_VL}
+
+
+def _is_zero_centered(model, name):
+    """Whether the gain of a norm is one plus its weight."""
+    return model.config.model_type.startswith("qwen3_5") and "visual" not in name and "linear_attn" not in name
 
 
 @torch.no_grad()
@@ -381,6 +488,8 @@ def randomise(model, seed):
             parameter.normal_(0, 1.2 / math.sqrt(parameter[0].numel()), generator=generator)
         elif "norm" in name and name.endswith("weight"):
             parameter.uniform_(0.5, 1.5, generator=generator)
+            if _is_zero_centered(model, name):
+                parameter.sub_(1)
         else:
             parameter.normal_(0, 0.2, generator=generator)
 

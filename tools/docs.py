@@ -29,13 +29,21 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "tests" / "data" / "configs"
 SIZES = ("2b", "4b", "8b", "32b", "30b-a3b", "235b-a22b")
 #: Released configs of the families whose modules the built-in model has not.
-OTHER_FAMILIES = ("qwen3-vl-30b-a3b-instruct", "qwen2.5-vl-3b-instruct", "qwen2-vl-2b-instruct")
+OTHER_FAMILIES = (
+    "qwen3-vl-30b-a3b-instruct",
+    "qwen3.5-4b",
+    "qwen3.5-35b-a3b",
+    "qwen2.5-vl-3b-instruct",
+    "qwen2-vl-2b-instruct",
+)
 
 #: Where each kind that serves values stands in the tree.
 HOSTS = {
     "CausalLM": "`model`",
     "TextLayer": "`model.layers[i]`",
     "TextAttention": "`model.layers[i].self_attn`",
+    "GatedAttention": "`model.layers[i].self_attn`, where its heads pass a gate",
+    "GatedDeltaNet": "`model.layers[i].linear_attn`",
     "TextMLP": "`model.layers[i].mlp`",
     "TextMixture": "`model.layers[i].mlp`, where it is a mixture of experts",
     "Vision": "`model.vision`",
@@ -298,8 +306,8 @@ class Module:
 
 INDENT = "    "
 
-#: Parts of a tuple output that one attention implementation leaves as None.
-SOMETIMES_NONE = {"attention_probabilities"}
+#: Parts of a tuple output that one attention implementation leaves as None, and what a prompt has not yet.
+SOMETIMES_NONE = {"attention_probabilities", "state_input"}
 
 
 def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, dict[str, str]]:
@@ -319,12 +327,16 @@ def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, 
     return {kind: {name: " | ".join(found) for name, found in names.items()} for kind, names in types.items()}
 
 
+def optional_tensor(name: str) -> str:
+    return "torch.Tensor" + (" | None" if name in SOMETIMES_NONE else "")
+
+
 def output_type(kind: _core.Kind) -> str:
     if kind.form == _core.Form.tensor:
         return "torch.Tensor"
     if kind.form == _core.Form.record:
         return "Record"
-    parts = ["torch.Tensor" + (" | None" if part.name in SOMETIMES_NONE else "") for part in kind.outputs]
+    parts = [optional_tensor(part.name) for part in kind.outputs]
     return f"tuple[{', '.join(parts)}]"
 
 
@@ -336,7 +348,7 @@ def class_stub(kind: _core.Kind, attributes: dict[str, str], sizes: dict[str, st
     for value in kind.values:
         doc = f'"""{getattr(KINDS[kind.name], value.name).__doc__}"""'
         lines += [
-            f"    {value.name}: {'Tensors' if value.list else 'torch.Tensor'}",
+            f"    {value.name}: {'Tensors' if value.list else optional_tensor(value.name)}",
             *textwrap.wrap(doc, 116, initial_indent=INDENT, subsequent_indent=INDENT),
         ]
     for method in METHODS.get(kind.name, ()):

@@ -14,11 +14,14 @@ __all__ = [
     "ExpertIndices",
     "ExpertOutputs",
     "ExpertWeights",
+    "Gates",
     "HeadOutputs",
     "ImageFeatures",
     "ImagePattern",
     "ImageTokenMask",
     "Keys",
+    "LinearQK",
+    "LinearV",
     "Logits",
     "NextTokenProbs",
     "Patches",
@@ -26,6 +29,8 @@ __all__ = [
     "Queries",
     "Residual",
     "RouterLogits",
+    "State",
+    "States",
     "Tokens",
     "Values",
 ]
@@ -64,6 +69,11 @@ Values = Layout("Values", "batch kv_heads seq head_dim")
 Pattern = Layout("Pattern", "batch heads query key")
 ImagePattern = Layout("ImagePattern", "heads query key")
 HeadOutputs = Layout("HeadOutputs", "batch seq heads head_dim")
+LinearQK = Layout("LinearQK", "batch seq linear_heads linear_key_dim")
+LinearV = Layout("LinearV", "batch seq linear_heads linear_value_dim")
+Gates = Layout("Gates", "batch seq linear_heads")
+State = Layout("State", "batch linear_heads linear_key_dim linear_value_dim")
+States = Layout("States", "batch seq linear_heads linear_key_dim linear_value_dim")
 RouterLogits = Layout("RouterLogits", "batch seq experts")
 ExpertWeights = Layout("ExpertWeights", "batch seq top_k")
 ExpertIndices = Layout("ExpertIndices", "batch seq top_k", "int")

@@ -281,6 +281,13 @@ class StandardizedTransformer(CausalLM):
                 return
             report = self._core.load(self._folder, self._dtype, self._device, self._copy)
             self._dispatched = True
+        if report["unused"]:
+            logging.getLogger("vlscope").info(
+                "%s: %d tensors are for multi-token prediction, which is not run: %s",
+                self._folder,
+                len(report["unused"]),
+                ", ".join(report["unused"]),
+            )
         if report["ignored"]:
             names = ", ".join(report["ignored"])
             logging.getLogger("vlscope").warning(
@@ -620,9 +627,10 @@ class StandardizedTransformer(CausalLM):
         >>> model.rank("layer_output", 0) < model.rank("attention_queries", -1) < model.rank("logits", 0)
         True
         """
-        index = 0 if layer is None else self._layer_index(layer, self.num_layers)
-        blocks = self.layers if layer is None else [self.layers[index]]
-        for hosts in (*([block, *block._children.values()] for block in blocks), [self]):
+        first = 0 if layer is None else self._layer_index(layer, self.num_layers)
+        blocks = list(enumerate(self.layers))[first : None if layer is None else first + 1]
+        hosts_by_index = [(index, [block, *block._children.values()]) for index, block in blocks]
+        for index, hosts in (*hosts_by_index, (-1, [self])):
             orders = self._value_orders(hosts)
             if name not in orders:
                 continue
@@ -755,8 +763,8 @@ def _as_tensor(name: str, value: Any) -> torch.Tensor | None:
 
 def _flat_support(block: Any) -> dict[str, str | None]:
     rows: dict[str, str | None] = dict(block.support())
-    rows.update(block.self_attn.support())
-    rows.update(block.mlp.support())
+    for child in block._children.values():
+        rows.update(child.support())
     return rows
 
 
@@ -765,9 +773,14 @@ def _list_support(blocks: ModuleList[Any]) -> dict[str, Any]:
     each = [_flat_support(block) for block in blocks]
     rows: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in each for name in row):
-        reasons = {i: row.get(name, f"a block of another kind, without {name}") for i, row in enumerate(each)}
-        rows[name] = {i: reason for i, reason in reasons.items() if reason is not None} or None
+        reasons = [row[name] if name in row else _mixer_of(block) for row, block in zip(each, blocks, strict=True)]
+        rows[name] = {i: reason for i, reason in enumerate(reasons) if reason is not None} or None
     return rows
+
+
+def _mixer_of(block: Any) -> str:
+    """Why a block lacks what others of its list have."""
+    return next(iter(block._absent.values()), "this block has no such value")
 
 
 def load(path_or_id: str | os.PathLike[str], **options: Any) -> StandardizedTransformer:

@@ -44,18 +44,26 @@ def _named_children(module: Module) -> Iterator[tuple[str, Module, str]]:
         if not isinstance(child, ModuleList):
             yield label, child, ""
             continue
-        for first, last in _runs(child):
-            span = f"{first}" if first == last else f"{first}-{last}"
-            yield f"{label}[{span}]", child[first], ""
+        for alike in _alike(child):
+            yield f"{label}[{', '.join(_spans(alike))}]", child[alike[0]], ""
 
 
-def _runs(blocks: Sequence[Module]) -> Iterator[tuple[int, int]]:
-    """Stretches of a list whose blocks serve the same values."""
-    start = 0
-    for i in range(1, len(blocks) + 1):
-        if i == len(blocks) or list(_served(blocks[i])) != list(_served(blocks[start])):
-            yield start, i - 1
-            start = i
+def _alike(blocks: Sequence[Module]) -> Iterator[list[int]]:
+    """The blocks of a list, those with the same modules and the same values together."""
+    groups: dict[Any, list[int]] = {}
+    for i, block in enumerate(blocks):
+        parts = [(name, type(part)) for name, part in block._children.items()]
+        groups.setdefault((*_served(block), *parts), []).append(i)
+    yield from groups.values()
+
+
+def _spans(indices: Sequence[int]) -> Iterator[str]:
+    """Ascending numbers, stretches as `4-6`."""
+    start = indices[0]
+    for here, following in zip(indices, [*indices[1:], None], strict=True):
+        if following != here + 1:
+            yield f"{start}" if start == here else f"{start}-{here}"
+            start = following if following is not None else here
 
 
 def _served(block: Module) -> Iterator[bool]:

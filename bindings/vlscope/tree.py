@@ -161,7 +161,7 @@ class ModuleList(Sequence["Module"]):
 class Module(_core.ModuleBase):
     """A module of the model. Inside a trace its values are live tensors."""
 
-    __slots__ = ("__weakref__", "_children", "_parameters", "_path", "_site_path")
+    __slots__ = ("__weakref__", "_absent", "_children", "_parameters", "_path", "_site_path")
     _kind: _core.Kind
 
     def _place(self, model: StandardizedTransformer, entry: Mapping[str, Any], index: int, tracer: Any) -> None:
@@ -176,6 +176,7 @@ class Module(_core.ModuleBase):
         self._outputs = entry["outputs"]
         self._values = entry["values"]
         self._parameters = tuple(entry["parameters"])
+        self._absent: dict[str, str] = entry["absent"]
 
     # --- reading and writing ---
 
@@ -396,6 +397,8 @@ class Module(_core.ModuleBase):
 
     def _unknown(self, name: str) -> AttributeError:
         where = self._site_path or "the model"
+        if name in self._absent:
+            return AttributeError(f"{where} has no module {name}: {self._absent[name]}")
         known = [known for known in dir(self) if not known.startswith("_")]
         return AttributeError(
             f"{where} ({type(self).__name__}) has no value or module {name!r}." + near_names(name, known)
@@ -442,6 +445,10 @@ def _indices(chosen: Indices, count: int, what: str) -> list[int]:
     return [index % count for index in indices]
 
 
+def _value_site(host: Module, name: str) -> int:
+    return host._values + next(i for i, value in enumerate(host._kind.values) if value.name == name)
+
+
 def attention_row(
     self: Module,
     query: Indices = -1,
@@ -469,7 +476,7 @@ def attention_row(
         OutOfOrderError, NotReachedError: as `attention_queries` does, before anything moves.
         IndexError: for a head or position that is not there.
     """
-    site = self._values + next(i for i, value in enumerate(self._kind.values) if value.name == "attention_queries")
+    site = _value_site(self, "attention_queries")
     chosen = _indices(slice(None) if heads is None else heads, self._model.num_heads, "head")
     if not chosen:
         raise IndexError(f"{self._site_path}.attention_row: heads is empty; give one or more")
@@ -479,6 +486,53 @@ def attention_row(
     if isinstance(query, SupportsIndex):
         result = result.squeeze(2)
     return result.squeeze(1) if isinstance(heads, SupportsIndex) else result
+
+
+def state_after(self: Module, token: int) -> torch.Tensor:
+    """The state behind one token, [batch, linear_heads, linear_key_dim, linear_value_dim] in float32:
+    `states[:, token]` without making the states of all tokens. What flows on is not changed.
+
+    Read-only: edit the state by `set_state_after`. It shows the tensors of the recurrence as they are at
+    the call, edits and states put in place included. It is read where `state` is: before this block's
+    states, heads or anything later. Costs one step of the recurrence for each token up to this one.
+
+    Args:
+        token: position in the padded prompt; a negative one counts from its end. In a generation's later
+            step there is one, 0.
+
+    Raises:
+        OutOfOrderError: as `state` does, before anything moves.
+        IndexError: for a token that is not there.
+    """
+    site = _value_site(self, "state")
+    running = self._open(site)._core
+    (place,) = _indices(operator.index(token), running.count_tokens(site), "token")
+    result: torch.Tensor = running.state_after(site, place)
+    return result
+
+
+def set_state_after(self: Module, token: int, value: torch.Tensor) -> None:
+    """Put `value` in place of the state behind one token: the token reads from it, and those behind it go
+    on from it. Tokens before are not changed. `value` is as `state_after` gives it.
+
+    Several tokens can be given states, in any order; the same token again takes the later one. To be
+    called where `state_after` is.
+
+    Args:
+        token: position in the padded prompt; a negative one counts from its end.
+        value: [batch, linear_heads, linear_key_dim, linear_value_dim] in the states' dtype.
+
+    Raises:
+        OutOfOrderError: as `state` does, before anything moves.
+        IndexError: for a token that is not there.
+        InputError: for a value of another shape, dtype or device.
+    """
+    site = _value_site(self, "state")
+    if not isinstance(value, torch.Tensor):
+        raise InputError(f"{self._site_path}.set_state_after takes a tensor, not {type(value).__name__}")
+    running = self._open(site)._core
+    (place,) = _indices(operator.index(token), running.count_tokens(site), "token")
+    running.set_state_after(site, place, value)
 
 
 def __getitem__(self: Module, index: int) -> Module:  # of a Sequential
@@ -503,6 +557,8 @@ globals().update(KINDS)
 #: What a kind can be asked beside its values.
 METHODS: dict[str, tuple[Callable[..., Any], ...]] = {
     "TextAttention": (attention_row,),
+    "GatedAttention": (attention_row,),
+    "GatedDeltaNet": (state_after, set_state_after),
     "Sequential": (__getitem__,),
 }
 for _kind, _methods in METHODS.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Generic, NoReturn, SupportsIndex, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
 

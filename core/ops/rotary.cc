@@ -58,7 +58,10 @@ at::Tensor inverse_frequencies(double theta, std::int64_t dim) {
 }
 
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  return x * cos + rotate_half(x) * sin;
+  const std::int64_t turned = cos.size(-1), left = x.size(-1) - turned;
+  if (left == 0) return x * cos + rotate_half(x) * sin;
+  const at::Tensor first = x.narrow(-1, 0, turned);
+  return at::cat({first * cos + rotate_half(first) * sin, x.narrow(-1, turned, left)}, -1);
 }
 
 std::pair<at::Tensor, at::Tensor> interleaved_mrope(const at::Tensor& positions,

@@ -11,7 +11,8 @@ namespace vlscope::ops {
 /// 1 / theta^(2k/dim) for k = 0 .. dim/2 - 1, float32. RoFormer (arXiv:2104.09864), section 3.2.2.
 at::Tensor inverse_frequencies(double theta, std::int64_t dim);
 
-/// x * cos + rotate_half(x) * sin, in the dtype of `x`; cos and sin broadcast against it.
+/// x * cos + rotate_half(x) * sin, in the dtype of `x`; cos and sin broadcast against it. Where
+/// they are narrower than `x`, its first elements are turned and the others left as they are.
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
 /// cos and sin `[batch, seq, 2 * frequencies]` of multimodal positions `[3, batch, seq]` (time,

@@ -25,6 +25,19 @@ void BlockCache::replace(const at::Tensor& k, const at::Tensor& v) {
   key_room_ = value_room_ = at::Tensor();
 }
 
+void BlockCache::replace(const BlockCache& other) {
+  replace(other.keys_, other.values_);
+  recurrent = other.recurrent;
+}
+
+std::vector<at::Tensor> BlockCache::tensors() const {
+  std::vector<at::Tensor> held;
+  for (const at::Tensor& tensor : {keys_, values_, recurrent.taps, recurrent.state}) {
+    if (tensor.defined()) held.push_back(tensor);
+  }
+  return held;
+}
+
 void BlockCache::append(const at::Tensor& k, const at::Tensor& v) {
   const bool graph = at::GradMode::is_enabled() && (keys_.requires_grad() || k.requires_grad() ||
                                                     values_.requires_grad() || v.requires_grad());

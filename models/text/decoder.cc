@@ -14,7 +14,7 @@ namespace vlscope {
 
 TextRotary::TextRotary(Module* parent, std::string name, const TextConfig& config)
     : Module(parent, std::move(name), kinds::text_rotary),
-      inverse_frequencies_(ops::inverse_frequencies(config.rope.theta, config.head_dim)),
+      inverse_frequencies_(ops::inverse_frequencies(config.rope.theta, config.rotary_dim())),
       rope_(config.rope) {}
 
 Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor positions,
@@ -28,16 +28,16 @@ Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor 
 }
 
 TextAttention::TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager,
-                             Biases biases)
-    : Module(parent, std::move(name), kinds::text_attention),
-      q_proj(this, "q_proj", config.hidden_size, config.num_attention_heads * config.head_dim,
-             biases.qkv),
+                             Form form)
+    : Module(parent, std::move(name), form.kind),
+      q_proj(this, "q_proj", config.hidden_size,
+             config.num_attention_heads * config.head_dim * form.rows_per_query, form.qkv_bias),
       k_proj(this, "k_proj", config.hidden_size, config.num_key_value_heads * config.head_dim,
-             biases.qkv),
+             form.qkv_bias),
       v_proj(this, "v_proj", config.hidden_size, config.num_key_value_heads * config.head_dim,
-             biases.qkv),
+             form.qkv_bias),
       o_proj(this, "o_proj", config.num_attention_heads * config.head_dim, config.hidden_size,
-             biases.out),
+             form.out_bias),
       head_dim_(config.head_dim),
       scale_(std::pow(static_cast<double>(config.head_dim), -0.5)),
       eager_(eager) {}
@@ -48,13 +48,16 @@ Flow<at::Tensor> TextAttention::operator()(Trace& trace, at::Tensor x, TextConte
   if (!trace.skip(*this, x)) {
     const std::int64_t batch = x.size(0), seq = x.size(1);
     Attended attended;
+    at::Tensor gate;
     {
       Heads heads = co_await project(trace, std::move(x));
+      gate = std::move(heads.gate);
       heads = co_await place(trace, std::move(heads), context);
       attended = co_await attend(trace, heads, context.mask);
     }
     pattern = std::move(attended.pattern);
     at::Tensor joined = std::exchange(attended.heads, {}).reshape({batch, seq, -1});
+    if (gate.defined()) joined = joined * std::exchange(gate, {}).sigmoid();
     x = co_await o_proj(trace, std::move(joined));
   }
   co_await trace.at(output, x, pattern);
@@ -106,7 +109,7 @@ at::Tensor TextAttention::score_rows(Trace& trace, Site site, const ops::RowChoi
 // reader has changed (or put in a graph) is used.
 Flow<TextAttention::Attended> TextAttention::attend(Trace& trace, const Heads& heads,
                                                     at::Tensor mask) const {
-  const auto& [q, k, v] = heads;
+  const at::Tensor &q = heads.q, &k = heads.k, &v = heads.v;
   Attended result;
   bool by_pattern = eager_;
   if (eager_ || trace.wants(scores) || trace.wants(probabilities)) {

@@ -16,9 +16,10 @@ namespace vlscope {
 /// What every text block reads besides the stream. Cheap to copy: tensors are shared.
 struct TextContext {
   at::Tensor mask;              ///< See ops::attention_scores; undefined means causal.
-  at::Tensor cos, sin;          ///< `[batch, seq, head_dim]`
+  at::Tensor padding;           ///< `[batch, seq]`, 0 on padding; undefined where there is none.
+  at::Tensor cos, sin;          ///< `[batch, seq, rotated dimensions of a head]`
   std::int64_t past = 0;        ///< Positions before the first of this forward.
-  BlockCache* cache = nullptr;  ///< Their keys and values; nullptr if nothing is to be remembered.
+  BlockCache* cache = nullptr;  ///< What they left; nullptr if nothing is to be remembered.
 };
 
 /// The M-RoPE tables, interleaved or by sections as the config says.
@@ -39,12 +40,15 @@ class TextRotary : public Module {
 /// projections before they are rotated.
 class TextAttention : public Module {
  public:
-  /// Which projections have a bias.
-  struct Biases {
-    bool qkv, out;
+  static constexpr const char* kName = "self_attn";
+  static at::Tensor& mask(TextContext& context) { return context.mask; }
+
+  struct Form {
+    bool qkv_bias, out_bias;
+    const Kind& kind = kinds::text_attention;
+    std::int64_t rows_per_query = 1;  ///< Of W_q, for each number of a query; 2 if it gives a gate.
   };
-  TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager,
-                Biases biases);
+  TextAttention(Module* parent, std::string name, const TextConfig& config, bool eager, Form form);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const;
   /// Rows of the scores for what is offered at `queries`; `site` is one of that location.
   at::Tensor score_rows(Trace& trace, Site site, const ops::RowChoice& rows) const;
@@ -60,6 +64,7 @@ class TextAttention : public Module {
   /// `[batch, seq, heads, head_dim]` before the rotation, `[batch, heads, seq, head_dim]` after.
   struct Heads {
     at::Tensor q, k, v;
+    at::Tensor gate = {};  ///< `[batch, seq, heads * head_dim]`; out = W_o (sigmoid(gate) heads)
   };
   /// The stream to heads, not yet rotated.
   virtual Flow<Heads> project(Trace& trace, at::Tensor x) const = 0;
@@ -121,13 +126,14 @@ class TextBlock : public Module {
   virtual Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const = 0;
 };
 
-/// h = x + self_attn(input_layernorm(x));  out = h + mlp(post_attention_layernorm(h)).
-template <class Attention, class Mlp>
+/// h = x + mixer(input_layernorm(x));  out = h + mlp(post_attention_layernorm(h)). The mixer is the
+/// attention, or what stands in its place.
+template <class Mixer, class Mlp, class Norm = RmsNorm>
 class TextLayer : public TextBlock {
  public:
   TextLayer(Module* parent, std::string name, const TextConfig& config, bool eager)
       : TextBlock(parent, std::move(name), kinds::text_layer),
-        self_attn(this, "self_attn", config, eager),
+        mixer(this, Mixer::kName, config, eager),
         mlp(this, "mlp", config),
         input_layernorm(this, "input_layernorm", config.hidden_size, config.rms_norm_eps),
         post_attention_layernorm(this, "post_attention_layernorm", config.hidden_size,
@@ -135,10 +141,10 @@ class TextLayer : public TextBlock {
 
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const override {
     trace.checkpoint();
-    co_await trace.at(input, x, context.mask, context.cos, context.sin);
+    co_await trace.at(input, x, Mixer::mask(context), context.cos, context.sin);
     if (!trace.skip(*this, x)) {
       at::Tensor branch = co_await input_layernorm(trace, x);
-      branch = co_await self_attn(trace, std::move(branch), context);
+      branch = co_await mixer(trace, std::move(branch), context);
       x = x + branch;
       branch = co_await post_attention_layernorm(trace, x);
       branch = co_await mlp(trace, std::move(branch));
@@ -148,10 +154,10 @@ class TextLayer : public TextBlock {
     co_return x;
   }
 
-  Attention self_attn;
+  Mixer mixer;
   Mlp mlp;
-  RmsNorm input_layernorm;
-  RmsNorm post_attention_layernorm;
+  Norm input_layernorm;
+  Norm post_attention_layernorm;
 };
 
 }  // namespace vlscope

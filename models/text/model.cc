@@ -62,6 +62,13 @@ at::Tensor TextModel::mask(const Input& in) const {
   return eager_ ? ops::additive_mask(allowed, in.inputs_embeds.scalar_type()) : allowed;
 }
 
+at::Tensor TextModel::padding(const Input& in) const {
+  const std::int64_t seq = in.inputs_embeds.size(1), positions = in.attention_mask.size(1);
+  // What follows a prompt is never padding.
+  if (seq == 1 || in.attention_mask.all().item<bool>()) return {};
+  return in.attention_mask.narrow(1, positions - seq, seq).to(in.inputs_embeds.device());
+}
+
 Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
   std::vector<at::Tensor*> arguments{&in.inputs_embeds, &in.attention_mask, &in.position_ids,
                                      &in.visual_pos_masks};
@@ -70,6 +77,7 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
 
   TextContext context;
   context.mask = mask(in);
+  context.padding = padding(in);
   context.past = in.attention_mask.size(1) - in.inputs_embeds.size(1);
   at::Tensor x = std::exchange(in.inputs_embeds, {});
   if (context.mask.defined()) context.mask = context.mask.to(x.device());

@@ -63,6 +63,7 @@ class TextModel : public Module {
 
  private:
   at::Tensor mask(const Input& in) const;
+  at::Tensor padding(const Input& in) const;
   const Location& end_of(std::size_t block, const Input& in) const;
   bool eager_;
 };

@@ -135,4 +135,29 @@ Flow<at::Tensor> TextMixture::operator()(Trace& trace, at::Tensor x) const {
   co_return x;
 }
 
+SharedMixture::SharedMixture(Module* parent, std::string name, const TextConfig& config)
+    : TextMixture(parent, std::move(name), config),
+      shared_expert(this, "shared_expert", kinds::shared_expert,
+                    {config.hidden_size, config.mixture->shared_intermediate_size},
+                    /*with_bias=*/false),
+      shared_expert_gate(this, "shared_expert_gate", config.hidden_size, 1, false) {}
+
+// The shared expert comes before the router, and its gate after the experts, as in the reference.
+Flow<at::Tensor> SharedMixture::operator()(Trace& trace, at::Tensor x) const {
+  co_await trace.at(input, x);
+  if (!trace.skip(*this, x)) {
+    const std::vector<std::int64_t> shape = x.sizes().vec();
+    x = x.view({-1, shape.back()});
+    at::Tensor shared = co_await shared_expert(trace, x);
+    Routing routing = co_await gate(trace, x);
+    at::Tensor routed = co_await experts(trace, x, std::move(routing));
+    at::Tensor open = co_await shared_expert_gate(trace, std::move(x));
+    shared = std::exchange(open, {}).sigmoid() * shared;
+    co_await trace.at(shared_output, shared);
+    x = (routed + shared).reshape(shape);
+  }
+  co_await trace.at(output, x);
+  co_return x;
+}
+
 }  // namespace vlscope

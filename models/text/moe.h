@@ -5,6 +5,7 @@
 
 #include "models/config.h"
 #include "models/layers.h"
+#include "models/text/decoder.h"
 
 namespace vlscope {
 
@@ -49,7 +50,7 @@ class Experts : public Module {
   at::Tensor gate_up_proj_, down_proj_;
 };
 
-/// experts(x, gate(x)).
+/// routed = experts(x, gate(x)).
 class TextMixture : public Module {
  public:
   TextMixture(Module* parent, std::string name, const TextConfig& config);
@@ -57,6 +58,17 @@ class TextMixture : public Module {
 
   Experts experts;
   Router gate;
+};
+
+/// routed + sigmoid(shared_expert_gate(x)) * shared_expert(x).
+class SharedMixture : public TextMixture {
+ public:
+  SharedMixture(Module* parent, std::string name, const TextConfig& config);
+  Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
+
+  GatedMlp shared_expert;
+  Linear shared_expert_gate;
+  Location shared_output{this, "shared_expert_output"};
 };
 
 }  // namespace vlscope

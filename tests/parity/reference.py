@@ -21,6 +21,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 TEXT, VISION = "model.language_model", "model.visual"
 TEXT_ATTENTION = rf"{TEXT}\.layers\.\d+\.self_attn"
+DELTA_NET = rf"{TEXT}\.layers\.\d+\.linear_attn"
 MIXTURE = rf"{TEXT}\.layers\.\d+\.mlp"
 VISION_ATTENTION = rf"{VISION}\.blocks\.\d+\.attn"
 
@@ -142,6 +143,7 @@ _AT_MODULES = [
     (rf"{TEXT}\.layers\.(\d+)", "input", r"layers.\1.layer_input", False),
     (rf"{TEXT}\.layers\.(\d+)", "output", r"layers.\1.layer_output", False),
     (rf"{TEXT}\.layers\.(\d+)\.self_attn", "output", r"layers.\1.self_attn.attention_output", False),
+    (rf"{TEXT}\.layers\.(\d+)\.linear_attn", "output", r"layers.\1.linear_attn.attention_output", False),
     (rf"{TEXT}\.layers\.(\d+)\.mlp", "output", r"layers.\1.mlp.mlp_output", False),
     (rf"{VISION}\.patch_embed", "output", "vision.patch_embeddings", True),
     (rf"{VISION}\.blocks\.(\d+)", "input", r"vision.layers.\1.layer_input", True),
@@ -192,9 +194,13 @@ class _Recorder:
                 (self.model.model, "get_video_features", self.features("video")),
             ):
                 stack.enter_context(mock.patch.object(target, name, wrapper))
+            if hasattr(modeling, "torch_chunk_gated_delta_rule"):
+                wrapper = self.delta_rule(modeling.torch_chunk_gated_delta_rule)
+                stack.enter_context(mock.patch.object(modeling, "torch_chunk_gated_delta_rule", wrapper))
             experts = {"grouped_mm": self.slots(ExpertsInterface._global_mapping["grouped_mm"])}
             stack.enter_context(mock.patch.dict(ExpertsInterface._global_mapping, experts))
             stack.enter_context(mock.patch.object(functional, "linear", self.linear(functional.linear)))
+            stack.enter_context(mock.patch.object(functional, "sigmoid", self.sigmoid(functional.sigmoid)))
             sdpa = self.attention(functions["sdpa"])
             stack.enter_context(mock.patch.object(functions, "_local_mapping", {"sdpa": sdpa}))
             yield
@@ -232,7 +238,7 @@ class _Recorder:
         path = self.paths[module]
         assert path not in self.run.calls, f"{path} is called twice"
         args, kwargs = list(args), dict(kwargs)
-        if re.search(r"(o_proj|attn\.proj)$", path):
+        if re.search(r"(o_proj|attn\.proj)$", path) and not self.gated(self.attending):
             args[0] = self.heads(args[0])
         self.run.order.append(f"{path}.inputs")
         if path == "model":
@@ -243,7 +249,7 @@ class _Recorder:
             self.named("vision.visual_token_mask", image_mask | video_mask)
         if path == TEXT and kwargs.get("deepstack_visual_embeds") is not None:
             kwargs["deepstack_visual_embeds"] = self.deepstack(kwargs["deepstack_visual_embeds"])
-        if re.fullmatch(f"{TEXT_ATTENTION}|{VISION_ATTENTION}", path):
+        if re.fullmatch(f"{TEXT_ATTENTION}|{VISION_ATTENTION}|{DELTA_NET}", path):
             self.attending = path
         if args and isinstance(args[0], torch.Tensor):
             args[0] = self.at(path, "input", args[0])
@@ -291,6 +297,23 @@ class _Recorder:
             return self.of_tokens(routers[id(weight)], "router_logits", output) if id(weight) in routers else output
 
         return linear
+
+    def sigmoid(self, original):
+        """The gate of a shared expert, whose product with the expert's output is no module's."""
+
+        class Gate:
+            def __init__(self, gate, site):
+                self.gate, self.site = gate, site
+
+            def __mul__(gate, shared):  # noqa: N805 - the recorder is `self`
+                return self.of_tokens(gate.site, "shared_expert_output", gate.gate * shared)
+
+        def sigmoid(x):
+            site, call = next(reversed(self.run.calls.items()))
+            assert site.endswith(".mlp.shared_expert_gate") and call.output is x
+            return Gate(original(x), site)
+
+        return sigmoid
 
     def slots(self, original):
         """Each slot is a token of its own with one expert: the same products, and then their sum."""
@@ -391,8 +414,47 @@ class _Recorder:
             output = original(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             if {f"{site}.attention_scores", f"{site}.attention_probabilities"} & self.edited:
                 heads = torch.matmul(pattern, self.modeling.repeat_kv(value, groups)).transpose(1, 2).contiguous()
-                return heads, (pattern if output[1] is not None else None)
+                output = heads, (pattern if output[1] is not None else None)
+            if self.gated(self.attending):
+                output = self.named(f"{site}.attention_head_outputs", output[0]), output[1]
             return output
+
+        return forward
+
+    def gated(self, path):
+        """Whether an attention's heads pass a gate on their way to the output projection."""
+        attention = self.model.get_submodule(path)
+        return hasattr(attention, "o_proj") and attention.q_proj.out_features > attention.o_proj.in_features
+
+    def unit(self, x):
+        return self.modeling.l2norm(x.to(torch.float32, memory_format=torch.contiguous_format))
+
+    def delta_rule(self, original):
+        """The recurrence of a prompt, with the state behind each token made by the form for single tokens."""
+        by_token = self.modeling.torch_recurrent_gated_delta_rule
+
+        def forward(query, key, value, g, beta, initial_state, output_final_state, **kwargs):
+            site = self.site()
+            assert initial_state is None
+            names = ("attention_queries", "attention_keys", "attention_values", "decays", "betas")
+            parts = [
+                self.named(f"{site}.{name}", x) for name, x in zip(names, (query, key, value, g, beta), strict=True)
+            ]
+            (batch, length, heads, width), dim = parts[2].shape, parts[1].shape[-1]
+            state = self.named(f"{site}.state", torch.zeros(batch, heads, dim, width))
+            # Scaled all at once, as in one run over all tokens: the last bits depend on strides.
+            unit = [self.unit(x.transpose(1, 2)).transpose(1, 2) for x in parts[:2]]
+            states = [state]
+            for t in range(length):
+                token = (x[:, t : t + 1] for x in (*unit, *parts[2:]))
+                states += by_token(*token, initial_state=states[-1], output_final_state=True)[1:]
+            states = self.named(f"{site}.states", torch.stack(states[1:], dim=1))
+            outputs, last = original(*parts, initial_state=state, output_final_state=True, **kwargs)
+            if f"{site}.states" in self.edited:
+                outputs, last = (states * (unit[0] / dim**0.5)[..., None]).sum(-2), states[:, -1]
+            outputs = self.named(f"{site}.attention_head_outputs", outputs)
+            last = self.named(f"{site}.state_output", last)
+            return outputs, (last if output_final_state else None)
 
         return forward
 

@@ -37,18 +37,20 @@ def test_recorded_values_obey_the_block_and_deepstack_identities(name, attention
         assert blocks
         for i in range(blocks):
             at = f"{tower}layers.{i}"
-            middle = values[f"{at}.layer_input"] + values[f"{at}.self_attn.attention_output"]
+            mixer = "linear_attn" if f"{at}.linear_attn.states" in values else "self_attn"
+            middle = values[f"{at}.layer_input"] + values[f"{at}.{mixer}.attention_output"]
             assert torch.equal(middle + values[f"{at}.mlp.mlp_output"], values[f"{at}.layer_output"])
-            heads = values[f"{at}.self_attn.attention_head_outputs"]
+            heads = values[f"{at}.{mixer}.attention_head_outputs"]
             assert heads.shape[1] == values[f"{at}.layer_input"].shape[1]
-            assert heads.transpose(1, 2).shape == values[f"{at}.self_attn.attention_queries"].shape
+            shape = heads.shape if mixer == "linear_attn" else heads.transpose(1, 2).shape
+            assert shape[:-1] == values[f"{at}.{mixer}.attention_queries"].shape[:-1]
     for kind in ("image", "video"):
         mask = values[f"vision.{kind}_token_mask"]
         if mask.any():
             assert torch.equal(values["layers.0.layer_input"][mask], values[f"vision.{kind}_features"])
     mask = values["vision.visual_token_mask"]
     taps = sum(key.endswith("deepstack_output") for key in values)
-    assert (taps > 0) == (name in tiny.QWEN3_VL or name == "demo")
+    assert (taps > 0) == (name in {**tiny.QWEN3_VL, **tiny.QWEN3_VL_MOE, "demo": None})
     for k in range(taps):
         following = f"layers.{k + 1}.layer_input"
         entering = values[following] if following in values else calls["model.language_model.norm"].args[0]
@@ -60,7 +62,7 @@ def test_recorded_values_obey_the_block_and_deepstack_identities(name, attention
 @pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_recorded_pattern_makes_the_recorded_heads_under_eager(name, reference_run):
     values = reference_run(name, "eager", "padded_mixed").values
-    at = "layers.1.self_attn"
+    at = [key.rpartition(".")[0] for key in values if re.match(r"layers.*attention_scores", key)][-1]
     groups = values[f"{at}.attention_queries"].shape[1] // values[f"{at}.attention_keys"].shape[1]
     value = values[f"{at}.attention_values"].repeat_interleave(groups, dim=1)
     heads = values[f"{at}.attention_probabilities"] @ value
