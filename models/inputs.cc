@@ -1,7 +1,6 @@
 #include "models/inputs.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/amax.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
@@ -385,9 +384,9 @@ Inputs following(const Inputs& inputs, const at::Tensor& tokens) {
   next.input_ids = tokens.to(at::kCPU, at::kLong).unsqueeze(1);
   next.attention_mask =
       at::cat({inputs.attention_mask, at::ones({tokens.size(0), 1}, at::kLong)}, 1);
-  // Text counts on from the largest position so far, on all axes.
-  const at::Tensor largest = inputs.position_ids.amax(std::array<std::int64_t, 2>{0, 2});
-  next.position_ids = (largest + 1).unsqueeze(1).expand({3, -1, -1});
+  // As the reference's generate does: one further than the last token on each axis, even where a
+  // video's time has come to more.
+  next.position_ids = inputs.position_ids.narrow(2, inputs.position_ids.size(2) - 1, 1) + 1;
   next.logits_to_keep = inputs.logits_to_keep;
   next.cache = inputs.cache;
   return next;

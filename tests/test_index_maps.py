@@ -8,7 +8,7 @@ from PIL import Image
 import tiny
 import vlscope
 from sites import difference
-from vlscope import patching
+from vlscope import _core, patching
 from vlscope.demo import picture
 from vlscope.index_maps import ImageTokens
 
@@ -124,13 +124,15 @@ def test_the_patch_map_puts_the_stream_in_raster_order(model):
 # --- the arithmetic, on grids of several frames ------------------------------------------------------------------
 
 
-@pytest.fixture(params=[((3, 4, 6), 2), ((2, 6, 3), 3), ((1, 4, 4), 1)], ids=str)
+@pytest.fixture(params=[((3, 4, 6), 2), ((2, 6, 3), 3), ((1, 4, 4), 1), ((2, 6, 10), 2, 2)], ids=str)
 def frames(request):
-    grid, merge = request.param
+    """A grid, its merge size, and the side of its windows in tokens if it has any."""
+    grid, merge, *side = request.param
     count = grid[0] * grid[1] * grid[2]
     tokens = count // merge**2
     rows, patches = slice(5, 5 + tokens), slice(20, 20 + count)
-    return ImageTokens("video", 0, 0, grid, merge, 10, torch.arange(tokens) + 7, rows, rows, patches)
+    blocks = _core.window_places(grid, merge, *side) if side else torch.arange(tokens)
+    return ImageTokens("video", 0, 0, grid, merge, 10, torch.arange(tokens) + 7, rows, rows, patches, blocks)
 
 
 def test_places_and_indices_are_each_others_inverse(frames):
@@ -146,7 +148,9 @@ def test_places_and_indices_are_each_others_inverse(frames):
 def test_every_patch_belongs_to_the_token_around_it(frames):
     patches = torch.arange(frames.patches.start, frames.patches.stop)
     tokens = frames.token_of(patches)
-    assert torch.equal(frames.patches_of(torch.arange(len(frames))).flatten(), patches)
+    own = frames.patches_of(torch.arange(len(frames)))
+    assert torch.equal(own.flatten().sort().values, patches)
+    assert torch.equal(frames.token_of(own), torch.arange(len(frames))[:, None].expand_as(own))
     outer, inner = frames.box(tokens), frames.patch_box(patches)
     for k in range(2):
         assert (outer[k] <= inner[k]).all() and (inner[k + 2] <= outer[k + 2]).all()

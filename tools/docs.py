@@ -204,16 +204,15 @@ def shell(config: Path) -> vlscope.StandardizedTransformer:
 
 def models_page() -> str:
     parts = [MODELS_HEAD, "| size | tensors | parameters |\n|---|---|---|"]
-    configs = {size: CONFIGS / f"qwen3-vl-{size}-instruct.json" for size in SIZES}
-    for size, config in configs.items():
-        tensors, parameters = vlscope.weight_counts(config)
+    shells = {size: shell(CONFIGS / f"qwen3-vl-{size}-instruct.json") for size in SIZES}
+    for size, model in shells.items():
+        tensors, parameters = model._core.count_weights()
         parts[-1] += f"\n| {size.upper()} | {tensors:,} | {parameters:,} |"
-    for size, config in configs.items():
-        cards = shell(config)._config
-        card = card_text("Config", cards["text_card"]) + "\n\n"
-        card += card_text("Vision Config", cards["vision_card"])
+    for size, model in shells.items():
+        card = card_text("Config", model._config["text_card"]) + "\n\n"
+        card += card_text("Vision Config", model._config["vision_card"])
         parts.append(f"## Qwen3-VL {size.upper()}\n\n```text\n{card}\n```")
-    tree = "\n".join(tree_text(shell(configs["2b"])))
+    tree = "\n".join(tree_text(shells["2b"]))
     parts.append(
         "## The tree\n\nOf the 2B size; the other dense sizes differ in their numbers only. In 30B-A3B and 235B-A22B\n"
         f"each `mlp` is a mixture of experts, see [families](families.md).\n\n```text\n{tree}\n```\n"

@@ -501,7 +501,7 @@ class StandardizedTransformer(CausalLM):
             if place.images_axis:
                 value = value[None]
             elif place.batch_axis:
-                value = value.view(len(prepared.input_ids), -1, *value.shape[1:])
+                value = value.reshape(len(prepared.input_ids), -1, *value.shape[1:])
             found.setdefault(place.path, value)
         return found
 

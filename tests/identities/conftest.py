@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-MODELS = ["demo", "dense", "one_kv_head", "unordered_taps"]
+MODELS = ["demo", "dense", "one_kv_head", "unordered_taps", "moe_hub", "qwen2_5", "qwen2"]
 
 
 @pytest.fixture(params=MODELS)

@@ -1,6 +1,9 @@
 #include "models/model.h"
 
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <gmock/gmock.h>
@@ -12,6 +15,7 @@
 
 #include "core/errors.h"
 #include "models/vision/layout.h"
+#include "models/vision/windows.h"
 
 namespace vlscope {
 namespace {
@@ -181,7 +185,7 @@ TEST(CheckedInputs, NameWhatDisagreesInAVideo) {
 }
 
 TEST(VisionLayout, PatchesLieInMergeBlockOrder) {
-  const VisionLayout layout = vision_layout({{1, 4, 6}}, 2, 4);
+  const VisionLayout layout = vision_layout({{1, 4, 6}}, 2);
   std::vector<std::int64_t> raster;
   const auto rows = layout.coordinates.accessor<std::int64_t, 2>();
   for (std::int64_t i = 0; i < rows.size(0); ++i) raster.push_back(rows[i][0] * 6 + rows[i][1]);
@@ -190,18 +194,51 @@ TEST(VisionLayout, PatchesLieInMergeBlockOrder) {
 }
 
 TEST(VisionLayout, EachFrameIsASegment) {
-  const VisionLayout layout = vision_layout({{1, 28, 28}, {2, 4, 6}}, 2, 4);
+  const VisionLayout layout = vision_layout({{1, 28, 28}, {2, 4, 6}}, 2);
   const auto* ends = layout.cu_seqlens.const_data_ptr<std::int32_t>();
   EXPECT_THAT(std::vector<int>(ends, ends + 4), ElementsAre(0, 784, 808, 832));
 }
 
+std::vector<int> numbers(const at::Tensor& tensor) {
+  const at::Tensor whole = tensor.to(at::kInt);
+  const auto* first = whole.const_data_ptr<int>();
+  return {first, first + whole.numel()};
+}
+
+TEST(WindowLayout, FullWindowsFollowEachOther) {
+  const WindowLayout windows = window_layout({{1, 16, 16}}, 2, 4);
+  EXPECT_THAT(numbers(windows.cu_seqlens), ElementsAre(0, 64, 128, 192, 256));
+  const std::vector<int> order = numbers(windows.order);
+  EXPECT_THAT(std::vector<int>(order.begin(), order.begin() + 17),
+              ElementsAre(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27, 4));
+}
+
+TEST(WindowLayout, WindowsAreCutAtTheEdges) {
+  const WindowLayout windows = window_layout({{1, 10, 12}}, 2, 4);
+  EXPECT_THAT(numbers(windows.order),
+              ElementsAre(0, 1, 2, 3, 6, 7, 8, 9, 12, 13, 14, 15, 18, 19, 20, 21, 4, 5, 10, 11, 16,
+                          17, 22, 23, 24, 25, 26, 27, 28, 29));
+  EXPECT_THAT(numbers(windows.cu_seqlens), ElementsAre(0, 64, 96, 112, 120));
+}
+
+TEST(WindowLayout, NoWindowCrossesAFrameOrAnImage) {
+  const WindowLayout windows = window_layout({{2, 2, 6}, {1, 4, 2}}, 2, 2);
+  EXPECT_THAT(numbers(windows.order), ElementsAre(0, 1, 2, 3, 4, 5, 6, 7));
+  EXPECT_THAT(numbers(windows.cu_seqlens), ElementsAre(0, 8, 12, 20, 24, 32));
+}
+
+TEST(WindowLayout, PlacesInvertTheOrder) {
+  const WindowLayout windows = window_layout({{2, 6, 10}, {1, 8, 4}}, 2, 2);
+  EXPECT_TRUE(at::equal(windows.order.index({windows.places}), at::arange(windows.order.size(0))));
+}
+
 TEST(VisionLayout, TheCornersOfAnImageAreTheCornersOfTheTable) {
-  const VisionLayout layout = vision_layout({{1, 2, 8}}, 2, 4);
-  const auto* taps = layout.position_taps.const_data_ptr<std::int64_t>();
-  const auto* weights = layout.position_weights.const_data_ptr<float>();
+  const PositionBlend blend = position_blend({{1, 2, 8}}, 2, 4);
+  const auto* taps = blend.taps.const_data_ptr<std::int64_t>();
+  const auto* weights = blend.weights.const_data_ptr<float>();
   EXPECT_EQ(taps[0], 0);
   EXPECT_EQ(weights[0], 1.0f);
-  const std::int64_t last = (layout.position_taps.size(0) - 1) * 4;
+  const std::int64_t last = (blend.taps.size(0) - 1) * 4;
   EXPECT_EQ(taps[last], 15);  // Row 3, column 3 of the table.
   EXPECT_EQ(weights[last], 1.0f);
 }

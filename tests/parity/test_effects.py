@@ -12,7 +12,7 @@ RECOMPUTED = ("attention_scores", "attention_probabilities")
 MASKS = {f"vision.{kind}_token_mask" for kind in ("image", "video", "visual")}
 READ_ONLY = {*MASKS, "next_token_probs", "input_ids", "attention_mask"}
 # Every kind of site at its first and its last place; `vision.tower_output` moves nothing on either side.
-MODELS = ["dense", "unordered_taps"]
+MODELS = ["dense", "unordered_taps", "moe_hub", "qwen2_5", "qwen2"]
 
 
 def writable(run):

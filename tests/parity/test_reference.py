@@ -48,7 +48,7 @@ def test_recorded_values_obey_the_block_and_deepstack_identities(name, attention
             assert torch.equal(values["layers.0.layer_input"][mask], values[f"vision.{kind}_features"])
     mask = values["vision.visual_token_mask"]
     taps = sum(key.endswith("deepstack_output") for key in values)
-    assert taps
+    assert (taps > 0) == (name in tiny.QWEN3_VL or name == "demo")
     for k in range(taps):
         following = f"layers.{k + 1}.layer_input"
         entering = values[following] if following in values else calls["model.language_model.norm"].args[0]

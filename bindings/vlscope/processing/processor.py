@@ -562,7 +562,7 @@ def _read_image_settings(folder: Path) -> ImageSettings | None:
 def _read_video_processor(folder: Path) -> VideoProcessor | None:
     """The video part of processor_config.json, else video_preprocessor_config.json, else the file of images.
 
-    Where the file does not name the class, the model's family does.
+    The model's family says of which class they are; in a folder without a model, the file itself.
     """
     path = folder / "processor_config.json"
     config = (read_json(path) or {}).get("video_processor")
@@ -572,12 +572,8 @@ def _read_video_processor(folder: Path) -> VideoProcessor | None:
             config = read_json(path)
     if config is None:
         return None
-    declared = config.get("video_processor_type")
-    if declared is None:
-        qwen2 = str((read_json(folder / "config.json") or {}).get("model_type")).startswith("qwen2")
-    else:
-        qwen2 = str(declared).startswith("Qwen2VL")
-    kind = Qwen2VideoSettings if qwen2 else VideoSettings
+    family = (read_json(folder / "config.json") or {}).get("model_type") or config.get("video_processor_type")
+    kind = Qwen2VideoSettings if str(family).lower().startswith("qwen2") else VideoSettings
     return VideoProcessor(kind.from_config(config, str(path)))
 
 
