@@ -481,7 +481,7 @@ def attention_row(
     return result.squeeze(1) if isinstance(heads, SupportsIndex) else result
 
 
-def __getitem__(self: Module, index: SupportsIndex) -> Module:  # of a Sequential
+def __getitem__(self: Module, index: int) -> Module:  # of a Sequential
     """The module at a place; negative ones count from the end."""
     (place,) = _indices(index, len(self._children), f"{self._site_path}: module")
     child: Module = self._children[str(place)]

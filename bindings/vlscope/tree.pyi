@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, Generic, NoReturn, SupportsIndex, TypeVar, overload
+from typing import Any, Generic, NoReturn, TypeVar, overload
 
 import torch
 
@@ -423,7 +423,7 @@ class Sequential(Module):
     """Modules that run one after the other: sequential[0], sequential[1], ..."""
 
     output: torch.Tensor
-    def __getitem__(self, index: SupportsIndex) -> Module:
+    def __getitem__(self, index: int) -> Module:
         """The module at a place; negative ones count from the end."""
 
 class Linear(Module):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import vlscope
+from identities.models import QWEN3_VL
 from sites import collect, difference
 
 INTERIOR = (
@@ -221,6 +222,7 @@ def test_sizes_name_the_axes(model, prompts):
     layer, block = model.layers[0], model.vision.layers[1]
     interior = [*INTERIOR, "attention_output"]
     per_image = [name for name in interior if name not in ("attention_scores", "attention_probabilities")]
+    deepstack = [] if layer.support()["deepstack_output"] else ["deepstack_output"]
     reads = [
         (model, model, ["input_ids", "attention_mask"]),
         (model.vision, model.vision, ["image_token_mask"]),
@@ -234,7 +236,7 @@ def test_sizes_name_the_axes(model, prompts):
         (model, layer, ["layer_input"]),
         (model, layer.self_attn, interior),
         (model, layer.mlp, ["mlp_output"]),
-        (model, layer, ["layer_output", "deepstack_output"]),
+        (model, layer, ["layer_output", *deepstack]),
         (model, model, ["logits", "next_token_probs"]),
     ]
     with model.trace(**prompts.one_image):
@@ -312,6 +314,7 @@ def test_the_printout_names_every_value(model):
         assert value in text, value
 
 
+@pytest.mark.parametrize("name", QWEN3_VL)
 def test_support_is_what_can_be_read(model, prompts):
     support = model.support()
     assert support["layer_output"] is None and support["vision.image_features"] is None
