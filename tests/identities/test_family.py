@@ -100,7 +100,9 @@ def test_an_interior_write_moves_later_logits_only(model, prompts, value):
         rows.mul_(-0.5)
 
     edited = logits_of(model, prompts.text, edit)
-    if value in ("attention_scores", "attention_probabilities"):  # sdpa makes its heads another way, once written
+    # sdpa makes its heads another way, once a pattern is written; and where later tokens go to other experts, the
+    # products of their experts have other numbers of rows, on which the last bits of each row depend.
+    if value in ("attention_scores", "attention_probabilities") or model.family.endswith("moe"):
         torch.testing.assert_close(edited[:, :position], clean[:, :position], rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(edited[:, :position], clean[:, :position])
@@ -281,7 +283,8 @@ def test_next_token_probs_follow_written_logits(model, prompts):
 
 
 def test_sizes_are_those_of_the_weights(model):
-    attn, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    attn = model.layers[0].self_attn
+    mlp = next(layer.mlp for layer in model.layers if not hasattr(type(layer.mlp), "router_logits"))
     assert tuple(model.lm_head.weight.shape) == (model.vocab_size, model.hidden_size)
     assert tuple(attn.q_proj.weight.shape) == (model.num_heads * model.head_dim, model.hidden_size)
     assert tuple(attn.k_proj.weight.shape) == (model.num_kv_heads * model.head_dim, model.hidden_size)
