@@ -83,7 +83,7 @@ class CausalLM(Module):
     layers: ModuleList[TextLayer]
     lm_head: Linear
     model: MultimodalModel
-    norm: RMSNorm
+    norm: RMSNorm | ZeroCenteredRMSNorm
     num_heads: int
     num_kv_heads: int
     num_layers: int
@@ -117,7 +117,7 @@ class TextModel(Module):
     output: Record
     embed_tokens: Embedding
     layers: ModuleList[TextLayer]
-    norm: RMSNorm
+    norm: RMSNorm | ZeroCenteredRMSNorm
     rotary_emb: TextRotary
 
 class TextLayer(Module):
@@ -126,8 +126,10 @@ class TextLayer(Module):
     h   = x + self_attn(input_layernorm(x))
     out = h + mlp(post_attention_layernorm(h))
 
-so layer_input + attention_output + mlp_output == layer_output, bit for bit. With images or videos
-the text model then adds DeepStack level k after block k (the first blocks only):
+so layer_input + attention_output + mlp_output == layer_output, bit for bit. Where a family has linear
+attention, most blocks have linear_attn in the place of self_attn.
+
+With images or videos a text model with DeepStack then adds DeepStack level k after block k (the first blocks only):
 
     layers[k+1].input[mask]  == layers[k].layer_output[mask] + layers[k].deepstack_output
     layers[k+1].input[~mask] == layers[k].layer_output[~mask]
@@ -136,10 +138,11 @@ with mask = vision.visual_token_mask, which on an image prompt is vision.image_t
 layer_output is the stream before that add."""
 
     output: torch.Tensor
-    input_layernorm: RMSNorm
-    mlp: TextMLP
-    post_attention_layernorm: RMSNorm
-    self_attn: TextAttention
+    input_layernorm: RMSNorm | ZeroCenteredRMSNorm
+    linear_attn: GatedDeltaNet
+    mlp: TextMLP | TextMixture
+    post_attention_layernorm: RMSNorm | ZeroCenteredRMSNorm
+    self_attn: TextAttention | GatedAttention
     layer_input: torch.Tensor
     """Residual [batch seq hidden_size]: the stream entering the block."""
     layer_output: torch.Tensor
@@ -149,7 +152,8 @@ layer_output is the stream before that add."""
     block."""
 
 class TextAttention(Module):
-    """Grouped-query attention of a text block: q_norm and k_norm per head, then M-RoPE.
+    """Grouped-query attention of a text block: projections, in the Qwen3 lines q_norm and k_norm of
+each head, then M-RoPE.
 
 attention_row(query, heads) gives rows of attention_probabilities without making the whole."""
 
@@ -161,14 +165,14 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     q_proj: Linear
     v_proj: Linear
     attention_queries: torch.Tensor
-    """Queries [batch heads seq head_dim]: queries after the norm of each head and M-RoPE."""
+    """Queries [batch heads seq head_dim]: queries after M-RoPE (in the Qwen3 lines, of normed heads)."""
     attention_keys: torch.Tensor
-    """Keys [batch kv_heads seq head_dim]: keys after the norm of each head and M-RoPE."""
+    """Keys [batch kv_heads seq head_dim]: keys after M-RoPE (in the Qwen3 lines, of normed heads)."""
     attention_values: torch.Tensor
     """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
     """Pattern [batch heads query key]: scaled and masked scores; a masked score is the dtype's least number."""
-    attention_probabilities: torch.Tensor
+    attention_probabilities: torch.Tensor | None
     """Pattern [batch heads query key]: softmax of the scores."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [batch seq heads head_dim]: each head's weighted sum of values."""
@@ -195,6 +199,142 @@ attention_row(query, heads) gives rows of attention_probabilities without making
             OutOfOrderError, NotReachedError: as `attention_queries` does, before anything moves.
             IndexError: for a head or position that is not there."""
 
+class GatedAttention(Module):
+    """Grouped-query attention with an output gate: q_norm and k_norm per head, then M-RoPE on the first
+dimensions of each head.
+
+    attention_output = o_proj(attention_head_outputs.flatten(2) * sigmoid(gate))
+
+where q_proj gives each head its queries and behind them its gate.
+
+attention_row(query, heads) gives rows of attention_probabilities without making the whole."""
+
+    output: tuple[torch.Tensor, torch.Tensor | None]
+    k_norm: ZeroCenteredRMSNorm
+    k_proj: Linear
+    o_proj: Linear
+    q_norm: ZeroCenteredRMSNorm
+    q_proj: Linear
+    v_proj: Linear
+    attention_queries: torch.Tensor
+    """Queries [batch heads seq head_dim]: queries after the norm of each head and M-RoPE."""
+    attention_keys: torch.Tensor
+    """Keys [batch kv_heads seq head_dim]: keys after the norm of each head and M-RoPE."""
+    attention_values: torch.Tensor
+    """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
+    attention_scores: torch.Tensor
+    """Pattern [batch heads query key]: scaled and masked scores; a masked score is the dtype's least number."""
+    attention_probabilities: torch.Tensor | None
+    """Pattern [batch heads query key]: softmax of the scores."""
+    attention_head_outputs: torch.Tensor
+    """HeadOutputs [batch seq heads head_dim]: each head's weighted sum of values, before the gate."""
+    attention_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the attention adds to the stream."""
+    def attention_row(self, query: Indices = -1, heads: Indices | None = None, *, scores: bool = False) -> torch.Tensor:
+        """Rows of `attention_probabilities`, [batch, heads, queries, keys], without making the whole.
+
+        An integer drops its axis: by default the last position's row of every head, [batch, heads, keys].
+        Costs one product of each query with its keys, so memory stays linear in the prompt, and what
+        flows on is not changed. Under eager too the row is a product of its own; its last bits may
+        differ from those of the whole pattern.
+
+        Read-only: to change a pattern, edit `attention_probabilities`. The row shows the queries and keys
+        as they are at the call, edits included. It is read where they are: before this block's scores,
+        probabilities or anything later. A whole pattern that is read anyway has the row in it.
+
+        Args:
+            query: positions in the padded prompt; negative ones count from its end.
+            heads: query heads; all by default.
+            scores: gives the scaled and masked scores in place of the probabilities.
+
+        Raises:
+            OutOfOrderError, NotReachedError: as `attention_queries` does, before anything moves.
+            IndexError: for a head or position that is not there."""
+
+class GatedDeltaNet(Module):
+    """Gated DeltaNet, a linear attention. Each head keeps a matrix S, [key, value], that maps keys to values.
+For each token, with queries and keys scaled to length one and queries divided by sqrt(linear_key_dim):
+
+    S = exp(decay) * S
+    S = S + outer(k, beta * (v - k @ S))
+    attention_head_outputs[t] = q @ S
+
+    attention_output = out_proj(norm(attention_head_outputs, z))
+
+A prompt goes by chunks of tokens, a later step of a generation token by token; both give the same up to
+rounding. states, when read, are made token by token; written, they are what the tokens read.
+state_after(t) gives one of them, and set_state_after(t, value) puts another in its place, from which the
+tokens behind go on."""
+
+    output: torch.Tensor
+    A_log: torch.Tensor
+    conv1d: CausalConv1d
+    dt_bias: torch.Tensor
+    in_proj_a: Linear
+    in_proj_b: Linear
+    in_proj_qkv: Linear
+    in_proj_z: Linear
+    norm: GatedRMSNorm
+    out_proj: Linear
+    attention_queries: torch.Tensor
+    """LinearQK [batch seq linear_heads linear_key_dim]: queries after the convolution, repeated for the heads that
+    share them, not yet scaled."""
+    attention_keys: torch.Tensor
+    """LinearQK [batch seq linear_heads linear_key_dim]: keys after the convolution, repeated for the heads that
+    share them, not yet scaled."""
+    attention_values: torch.Tensor
+    """LinearV [batch seq linear_heads linear_value_dim]: values after the convolution."""
+    decays: torch.Tensor
+    """Gates [batch seq linear_heads]: logarithm of what is left of the state, 0 or less, in float32."""
+    betas: torch.Tensor
+    """Gates [batch seq linear_heads]: how much of the old value under its key a token replaces, 0 to 1."""
+    state_input: torch.Tensor | None
+    """State [batch linear_heads linear_key_dim linear_value_dim]: the state that the step before left, in float32;
+    None on a prompt."""
+    state: torch.Tensor
+    """State [batch linear_heads linear_key_dim linear_value_dim]: the state before the first token: state_input, or
+    zeros on a prompt."""
+    states: torch.Tensor
+    """States [batch seq linear_heads linear_key_dim linear_value_dim]: the state behind each token."""
+    attention_head_outputs: torch.Tensor
+    """LinearV [batch seq linear_heads linear_value_dim]: what each head reads from its state, before the gated
+    norm."""
+    state_output: torch.Tensor
+    """State [batch linear_heads linear_key_dim linear_value_dim]: the state behind the last token, which the next
+    step starts from."""
+    attention_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the linear attention adds to the stream."""
+    def state_after(self, token: int) -> torch.Tensor:
+        """The state behind one token, [batch, linear_heads, linear_key_dim, linear_value_dim] in float32:
+        `states[:, token]` without making the states of all tokens. What flows on is not changed.
+
+        Read-only: edit the state by `set_state_after`. It shows the tensors of the recurrence as they are at
+        the call, edits and states put in place included. It is read where `state` is: before this block's
+        states, heads or anything later. Costs one step of the recurrence for each token up to this one.
+
+        Args:
+            token: position in the padded prompt; a negative one counts from its end. In a generation's later
+                step there is one, 0.
+
+        Raises:
+            OutOfOrderError: as `state` does, before anything moves.
+            IndexError: for a token that is not there."""
+    def set_state_after(self, token: int, value: torch.Tensor) -> None:
+        """Put `value` in place of the state behind one token: the token reads from it, and those behind it go
+        on from it. Tokens before are not changed. `value` is as `state_after` gives it.
+
+        Several tokens can be given states, in any order; the same token again takes the later one. To be
+        called where `state_after` is.
+
+        Args:
+            token: position in the padded prompt; a negative one counts from its end.
+            value: [batch, linear_heads, linear_key_dim, linear_value_dim] in the states' dtype.
+
+        Raises:
+            OutOfOrderError: as `state` does, before anything moves.
+            IndexError: for a token that is not there.
+            InputError: for a value of another shape, dtype or device."""
+
 class TextMLP(Module):
     """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
@@ -206,6 +346,66 @@ class TextMLP(Module):
     mlp_output: torch.Tensor
     """Residual [batch seq hidden_size]: what the MLP adds to the stream."""
 
+class TextMixture(Module):
+    """A mixture of experts in the place of a block's MLP.
+
+    routed_output = expert_outputs.sum(2);  mlp_output = routed_output [+ shared_expert_output]
+
+where expert_outputs[b, t, j] is expert_weights[b, t, j] times what expert expert_indices[b, t, j]
+makes of the token. Weights are the largest of the router's softmax, divided by their sum. Editing
+router_logits routes anew; a weight of zero takes a slot out; an index that is changed keeps its
+weight."""
+
+    output: torch.Tensor
+    experts: Experts
+    gate: Router
+    moe_intermediate_size: int
+    num_experts: int
+    shared_expert: SharedExpert
+    shared_expert_gate: Linear
+    top_k: int
+    router_logits: torch.Tensor
+    """RouterLogits [batch seq experts]: the router's score of each expert, before the softmax."""
+    expert_weights: torch.Tensor
+    """ExpertWeights [batch seq top_k]: the weights of the chosen experts, in descending order of the router; they
+    sum to 1."""
+    expert_indices: torch.Tensor
+    """ExpertIndices [batch seq top_k]: which experts are chosen, in the same order."""
+    expert_outputs: torch.Tensor
+    """ExpertOutputs [batch seq top_k hidden_size]: what each chosen expert adds, weight included."""
+    routed_output: torch.Tensor
+    """Residual [batch seq hidden_size]: the sum of what the chosen experts add."""
+    shared_expert_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the shared expert adds, its gate included."""
+    mlp_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the MLP adds to the stream."""
+
+class SharedExpert(Module):
+    """The MLP of a mixture that every token goes to, on all tokens of all prompts in one row:
+down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
+    output: torch.Tensor
+    act_fn: Activation
+    down_proj: Linear
+    gate_proj: Linear
+    up_proj: Linear
+
+class Router(Module):
+    """The router of a mixture, on all tokens of all prompts in one row: softmax(W x) in float32, the
+largest of it divided by their sum."""
+
+    output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    weight: torch.Tensor
+
+class Experts(Module):
+    """The experts of a mixture, on all tokens of all prompts in one row. Only those that a token goes to
+are computed, and only their weights are read. act_fn runs on the rows of all slots, sorted by expert."""
+
+    output: torch.Tensor
+    act_fn: Activation
+    down_proj: torch.Tensor
+    gate_up_proj: torch.Tensor
+
 class TextRotary(Module):
     """M-RoPE tables: cos and sin, folded from the time, height and width positions."""
 
@@ -216,10 +416,13 @@ class Vision(Module):
 row of patches, in merge-block order: each four consecutive rows are the 2 x 2 block that becomes
 one image or video token.
 
-An image reaches the text model by image_features, scattered at the image tokens, and by each
-layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video by video_features and
-the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
-prompt (visual_token_mask), and the tower the images first."""
+An image reaches the text model by image_features, scattered at the image tokens, and in families
+with DeepStack by each layers[k].deepstack_output, which is deepstack_merger_list[k].output; a video
+by video_features and the same. With images and videos in one prompt, deepstack_output has its rows in the order of the
+prompt (visual_token_mask), and the tower the images first.
+
+Qwen2.5-VL orders each frame by windows between patch_embeddings and layers[0], and back between
+projector.output and image_features."""
 
     output: Record
     blocks: ModuleList[VisionLayer]
@@ -269,8 +472,8 @@ so layer_input + attention_output + mlp_output == layer_output, bit for bit."""
     output: torch.Tensor
     attn: VisionAttention
     mlp: VisionMLP
-    norm1: LayerNorm
-    norm2: LayerNorm
+    norm1: LayerNorm | RMSNorm
+    norm2: LayerNorm | RMSNorm
     self_attn: VisionAttention
     layer_input: torch.Tensor
     """Patches [images patches vision_hidden_size]: the stream entering the block."""
@@ -278,7 +481,8 @@ so layer_input + attention_output + mlp_output == layer_output, bit for bit."""
     """Patches [images patches vision_hidden_size]: the stream leaving the block."""
 
 class VisionAttention(Module):
-    """Attention of a vision block, within each image (and video frame).
+    """Attention of a vision block, within each image (and video frame); in most blocks of Qwen2.5-VL
+within each window.
 
     image_attention_probabilities[j] @ attention_values[0, :, a:b]
         == attention_head_outputs[0, a:b].transpose(0, 1)
@@ -296,29 +500,42 @@ with a, b = cu_seqlens[j], cu_seqlens[j + 1]."""
     """Values [images heads patches head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
     """Pattern unavailable: scaled and masked scores; a masked score is the dtype's least number. no one tensor is
-    the block's pattern: the attention runs once per image, over the slices that cu_seqlens marks. Read
+    the block's pattern: the attention runs once per image (or window), over the slices that cu_seqlens marks. Read
     image_attention_probabilities, or softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1,
     -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
-    attention_probabilities: torch.Tensor
+    attention_probabilities: torch.Tensor | None
     """Pattern unavailable: softmax of the scores. no one tensor is the block's pattern: the attention runs once per
-    image, over the slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the scores of each
-    slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
+    image (or window), over the slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the
+    scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim **
+    -0.5).softmax(-1)."""
     image_attention_scores: Tensors
-    """tuple of ImagePattern [heads query key]: scaled scores of each image and video frame."""
+    """tuple of ImagePattern [heads query key]: scaled scores of each image and video frame; of each window in
+    windowed blocks."""
     image_attention_probabilities: Tensors
-    """tuple of ImagePattern [heads query key]: softmax of the scores of each image and video frame."""
+    """tuple of ImagePattern [heads query key]: softmax of the scores of each image and video frame; of each window
+    in windowed blocks."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [images patches heads head_dim]: each head's weighted sum of values."""
     attention_output: torch.Tensor
     """Patches [images patches vision_hidden_size]: what the attention adds to the stream."""
 
 class VisionMLP(Module):
-    """linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form."""
+    """The MLP of a vision block.
+
+    Qwen3 lines   linear_fc2(gelu(linear_fc1(x))), GELU by its tanh form
+    Qwen2.5-VL    down_proj(silu(gate_proj(x)) * up_proj(x))
+    Qwen2-VL      fc2(h * sigmoid(1.702 h)) with h = fc1(x)"""
 
     output: torch.Tensor
+    act: Activation
     act_fn: Activation
+    down_proj: Linear
+    fc1: Linear
+    fc2: Linear
+    gate_proj: Linear
     linear_fc1: Linear
     linear_fc2: Linear
+    up_proj: Linear
     mlp_output: torch.Tensor
     """Patches [images patches vision_hidden_size]: what the MLP adds to the stream."""
 
@@ -328,7 +545,7 @@ class VisionRotary(Module):
     output: tuple[torch.Tensor, torch.Tensor]
 
 class PatchEmbed(Module):
-    """Projects each patch of 2 x 16 x 16 pixels to one vector."""
+    """Projects each patch of pixels (2 x 16 x 16; 2 x 14 x 14 in the Qwen2 lines) to one vector."""
 
     output: torch.Tensor
     proj: Conv3d
@@ -340,6 +557,8 @@ class Projector(Module):
     act_fn: Activation
     linear_fc1: Linear
     linear_fc2: Linear
+    ln_q: RMSNorm | LayerNorm
+    mlp: Sequential
     norm: LayerNorm
 
 class Merger(Module):
@@ -350,6 +569,16 @@ class Merger(Module):
     linear_fc1: Linear
     linear_fc2: Linear
     norm: LayerNorm
+
+class Sequential(Module):
+    """Modules that run one after the other: sequential[0], sequential[1], ..."""
+
+    output: torch.Tensor
+    0: Linear
+    1: Activation
+    2: Linear
+    def __getitem__(self, index: SupportsIndex) -> Module:
+        """The module at a place; negative ones count from the end."""
 
 class Linear(Module):
     """y = x W^T + b."""
@@ -365,6 +594,12 @@ class Conv3d(Module):
     bias: torch.Tensor
     weight: torch.Tensor
 
+class CausalConv1d(Module):
+    """A causal convolution over time, of each channel by itself: [batch, channels, seq]. A later step of a generation continues from the inputs before."""
+
+    output: torch.Tensor
+    weight: torch.Tensor
+
 class Embedding(Module):
     """Rows of a table."""
 
@@ -373,6 +608,18 @@ class Embedding(Module):
 
 class RMSNorm(Module):
     """y = weight * x / rms(x), the rms taken in float32."""
+
+    output: torch.Tensor
+    weight: torch.Tensor
+
+class ZeroCenteredRMSNorm(Module):
+    """y = (1 + weight) * x / rms(x), all in float32."""
+
+    output: torch.Tensor
+    weight: torch.Tensor
+
+class GatedRMSNorm(Module):
+    """y = weight * x / rms(x) * silu(gate), on rows of one head."""
 
     output: torch.Tensor
     weight: torch.Tensor
