@@ -157,7 +157,10 @@ def value_rows(kind: _core.Kind, forward: Forward) -> Iterator[str]:
 def shortened(config: Path) -> dict[str, Any]:
     """A released config with two blocks to each tower: all kinds of modules are there, and it is built at once."""
     short = json.loads(config.read_text(encoding="utf-8"))
-    short.get("text_config", short)["num_hidden_layers"] = 2
+    text = short.get("text_config", short)
+    text["num_hidden_layers"] = 2
+    if "layer_types" in text:
+        text["layer_types"] = sorted(set(text["layer_types"]))
     vision = short["vision_config"]
     vision["depth"] = 2
     for key in {"deepstack_visual_indexes", "fullatt_block_indexes"} & vision.keys():

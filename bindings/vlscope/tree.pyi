@@ -83,7 +83,7 @@ class CausalLM(Module):
     layers: ModuleList[TextLayer]
     lm_head: Linear
     model: MultimodalModel
-    norm: RMSNorm
+    norm: RMSNorm | ZeroCenteredRMSNorm
     num_heads: int
     num_kv_heads: int
     num_layers: int
@@ -117,7 +117,7 @@ class TextModel(Module):
     output: Record
     embed_tokens: Embedding
     layers: ModuleList[TextLayer]
-    norm: RMSNorm
+    norm: RMSNorm | ZeroCenteredRMSNorm
     rotary_emb: TextRotary
 
 class TextLayer(Module):
@@ -126,8 +126,10 @@ class TextLayer(Module):
     h   = x + self_attn(input_layernorm(x))
     out = h + mlp(post_attention_layernorm(h))
 
-so layer_input + attention_output + mlp_output == layer_output, bit for bit. With images or videos
-the text model then adds DeepStack level k after block k (the first blocks only):
+so layer_input + attention_output + mlp_output == layer_output, bit for bit. Where a family has linear
+attention, most blocks have linear_attn in the place of self_attn.
+
+With images or videos a text model with DeepStack then adds DeepStack level k after block k (the first blocks only):
 
     layers[k+1].input[mask]  == layers[k].layer_output[mask] + layers[k].deepstack_output
     layers[k+1].input[~mask] == layers[k].layer_output[~mask]
@@ -136,10 +138,11 @@ with mask = vision.visual_token_mask, which on an image prompt is vision.image_t
 layer_output is the stream before that add."""
 
     output: torch.Tensor
-    input_layernorm: RMSNorm
+    input_layernorm: RMSNorm | ZeroCenteredRMSNorm
+    linear_attn: GatedDeltaNet
     mlp: TextMLP | TextMixture
-    post_attention_layernorm: RMSNorm
-    self_attn: TextAttention
+    post_attention_layernorm: RMSNorm | ZeroCenteredRMSNorm
+    self_attn: TextAttention | GatedAttention
     layer_input: torch.Tensor
     """Residual [batch seq hidden_size]: the stream entering the block."""
     layer_output: torch.Tensor
@@ -169,7 +172,7 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
     """Pattern [batch heads query key]: scaled and masked scores; a masked score is the dtype's least number."""
-    attention_probabilities: torch.Tensor
+    attention_probabilities: torch.Tensor | None
     """Pattern [batch heads query key]: softmax of the scores."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [batch seq heads head_dim]: each head's weighted sum of values."""
@@ -195,6 +198,142 @@ attention_row(query, heads) gives rows of attention_probabilities without making
         Raises:
             OutOfOrderError, NotReachedError: as `attention_queries` does, before anything moves.
             IndexError: for a head or position that is not there."""
+
+class GatedAttention(Module):
+    """Grouped-query attention with an output gate: q_norm and k_norm per head, then M-RoPE on the first
+dimensions of each head.
+
+    attention_output = o_proj(attention_head_outputs.flatten(2) * sigmoid(gate))
+
+where q_proj gives each head its queries and behind them its gate.
+
+attention_row(query, heads) gives rows of attention_probabilities without making the whole."""
+
+    output: tuple[torch.Tensor, torch.Tensor | None]
+    k_norm: ZeroCenteredRMSNorm
+    k_proj: Linear
+    o_proj: Linear
+    q_norm: ZeroCenteredRMSNorm
+    q_proj: Linear
+    v_proj: Linear
+    attention_queries: torch.Tensor
+    """Queries [batch heads seq head_dim]: queries after the norm of each head and M-RoPE."""
+    attention_keys: torch.Tensor
+    """Keys [batch kv_heads seq head_dim]: keys after the norm of each head and M-RoPE."""
+    attention_values: torch.Tensor
+    """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
+    attention_scores: torch.Tensor
+    """Pattern [batch heads query key]: scaled and masked scores; a masked score is the dtype's least number."""
+    attention_probabilities: torch.Tensor | None
+    """Pattern [batch heads query key]: softmax of the scores."""
+    attention_head_outputs: torch.Tensor
+    """HeadOutputs [batch seq heads head_dim]: each head's weighted sum of values, before the gate."""
+    attention_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the attention adds to the stream."""
+    def attention_row(self, query: Indices = -1, heads: Indices | None = None, *, scores: bool = False) -> torch.Tensor:
+        """Rows of `attention_probabilities`, [batch, heads, queries, keys], without making the whole.
+
+        An integer drops its axis: by default the last position's row of every head, [batch, heads, keys].
+        Costs one product of each query with its keys, so memory stays linear in the prompt, and what
+        flows on is not changed. Under eager too the row is a product of its own; its last bits may
+        differ from those of the whole pattern.
+
+        Read-only: to change a pattern, edit `attention_probabilities`. The row shows the queries and keys
+        as they are at the call, edits included. It is read where they are: before this block's scores,
+        probabilities or anything later. A whole pattern that is read anyway has the row in it.
+
+        Args:
+            query: positions in the padded prompt; negative ones count from its end.
+            heads: query heads; all by default.
+            scores: gives the scaled and masked scores in place of the probabilities.
+
+        Raises:
+            OutOfOrderError, NotReachedError: as `attention_queries` does, before anything moves.
+            IndexError: for a head or position that is not there."""
+
+class GatedDeltaNet(Module):
+    """Gated DeltaNet, a linear attention. Each head keeps a matrix S, [key, value], that maps keys to values.
+For each token, with queries and keys scaled to length one and queries divided by sqrt(linear_key_dim):
+
+    S = exp(decay) * S
+    S = S + outer(k, beta * (v - k @ S))
+    attention_head_outputs[t] = q @ S
+
+    attention_output = out_proj(norm(attention_head_outputs, z))
+
+A prompt goes by chunks of tokens, a later step of a generation token by token; both give the same up to
+rounding. states, when read, are made token by token; written, they are what the tokens read.
+state_after(t) gives one of them, and set_state_after(t, value) puts another in its place, from which the
+tokens behind go on."""
+
+    output: torch.Tensor
+    A_log: torch.Tensor
+    conv1d: CausalConv1d
+    dt_bias: torch.Tensor
+    in_proj_a: Linear
+    in_proj_b: Linear
+    in_proj_qkv: Linear
+    in_proj_z: Linear
+    norm: GatedRMSNorm
+    out_proj: Linear
+    attention_queries: torch.Tensor
+    """LinearQK [batch seq linear_heads linear_key_dim]: queries after the convolution, repeated for the heads that
+    share them, not yet scaled."""
+    attention_keys: torch.Tensor
+    """LinearQK [batch seq linear_heads linear_key_dim]: keys after the convolution, repeated for the heads that
+    share them, not yet scaled."""
+    attention_values: torch.Tensor
+    """LinearV [batch seq linear_heads linear_value_dim]: values after the convolution."""
+    decays: torch.Tensor
+    """Gates [batch seq linear_heads]: logarithm of what is left of the state, 0 or less, in float32."""
+    betas: torch.Tensor
+    """Gates [batch seq linear_heads]: how much of the old value under its key a token replaces, 0 to 1."""
+    state_input: torch.Tensor | None
+    """State [batch linear_heads linear_key_dim linear_value_dim]: the state that the step before left, in float32;
+    None on a prompt."""
+    state: torch.Tensor
+    """State [batch linear_heads linear_key_dim linear_value_dim]: the state before the first token: state_input, or
+    zeros on a prompt."""
+    states: torch.Tensor
+    """States [batch seq linear_heads linear_key_dim linear_value_dim]: the state behind each token."""
+    attention_head_outputs: torch.Tensor
+    """LinearV [batch seq linear_heads linear_value_dim]: what each head reads from its state, before the gated
+    norm."""
+    state_output: torch.Tensor
+    """State [batch linear_heads linear_key_dim linear_value_dim]: the state behind the last token, which the next
+    step starts from."""
+    attention_output: torch.Tensor
+    """Residual [batch seq hidden_size]: what the linear attention adds to the stream."""
+    def state_after(self, token: int) -> torch.Tensor:
+        """The state behind one token, [batch, linear_heads, linear_key_dim, linear_value_dim] in float32:
+        `states[:, token]` without making the states of all tokens. What flows on is not changed.
+
+        Read-only: edit the state by `set_state_after`. It shows the tensors of the recurrence as they are at
+        the call, edits and states put in place included. It is read where `state` is: before this block's
+        states, heads or anything later. Costs one step of the recurrence for each token up to this one.
+
+        Args:
+            token: position in the padded prompt; a negative one counts from its end. In a generation's later
+                step there is one, 0.
+
+        Raises:
+            OutOfOrderError: as `state` does, before anything moves.
+            IndexError: for a token that is not there."""
+    def set_state_after(self, token: int, value: torch.Tensor) -> None:
+        """Put `value` in place of the state behind one token: the token reads from it, and those behind it go
+        on from it. Tokens before are not changed. `value` is as `state_after` gives it.
+
+        Several tokens can be given states, in any order; the same token again takes the later one. To be
+        called where `state_after` is.
+
+        Args:
+            token: position in the padded prompt; a negative one counts from its end.
+            value: [batch, linear_heads, linear_key_dim, linear_value_dim] in the states' dtype.
+
+        Raises:
+            OutOfOrderError: as `state` does, before anything moves.
+            IndexError: for a token that is not there.
+            InputError: for a value of another shape, dtype or device."""
 
 class TextMLP(Module):
     """SwiGLU: down_proj(silu(gate_proj(x)) * up_proj(x))."""
@@ -222,6 +361,8 @@ weight."""
     gate: Router
     moe_intermediate_size: int
     num_experts: int
+    shared_expert: SharedExpert
+    shared_expert_gate: Linear
     top_k: int
     router_logits: torch.Tensor
     """RouterLogits [batch seq experts]: the router's score of each expert, before the softmax."""
@@ -238,6 +379,16 @@ weight."""
     """Residual [batch seq hidden_size]: what the shared expert adds, its gate included."""
     mlp_output: torch.Tensor
     """Residual [batch seq hidden_size]: what the MLP adds to the stream."""
+
+class SharedExpert(Module):
+    """The MLP of a mixture that every token goes to, on all tokens of all prompts in one row:
+down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
+    output: torch.Tensor
+    act_fn: Activation
+    down_proj: Linear
+    gate_proj: Linear
+    up_proj: Linear
 
 class Router(Module):
     """The router of a mixture, on all tokens of all prompts in one row: softmax(W x) in float32, the
@@ -352,7 +503,7 @@ with a, b = cu_seqlens[j], cu_seqlens[j + 1]."""
     the block's pattern: the attention runs once per image (or window), over the slices that cu_seqlens marks. Read
     image_attention_probabilities, or softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1,
     -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
-    attention_probabilities: torch.Tensor
+    attention_probabilities: torch.Tensor | None
     """Pattern unavailable: softmax of the scores. no one tensor is the block's pattern: the attention runs once per
     image (or window), over the slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the
     scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim **
@@ -440,6 +591,12 @@ class Conv3d(Module):
     bias: torch.Tensor
     weight: torch.Tensor
 
+class CausalConv1d(Module):
+    """A causal convolution over time, of each channel by itself: [batch, channels, seq]. A later step of a generation continues from the inputs before."""
+
+    output: torch.Tensor
+    weight: torch.Tensor
+
 class Embedding(Module):
     """Rows of a table."""
 
@@ -448,6 +605,18 @@ class Embedding(Module):
 
 class RMSNorm(Module):
     """y = weight * x / rms(x), the rms taken in float32."""
+
+    output: torch.Tensor
+    weight: torch.Tensor
+
+class ZeroCenteredRMSNorm(Module):
+    """y = (1 + weight) * x / rms(x), all in float32."""
+
+    output: torch.Tensor
+    weight: torch.Tensor
+
+class GatedRMSNorm(Module):
+    """y = weight * x / rms(x) * silu(gate), on rows of one head."""
 
     output: torch.Tensor
     weight: torch.Tensor
