@@ -446,9 +446,8 @@ const Kind conv3d{"Conv3d",
                   Form::kTensor,
                   {{"output"}}};
 const Kind conv1d{"CausalConv1d",
-                  "A causal convolution over time, of each channel by itself: [batch, channels, "
-                  "seq]. A later step of "
-                  "a generation continues from the inputs before.",
+                  R"(A causal convolution over time, of each channel by itself: [batch, channels, seq].
+A later step of a generation continues from the inputs before.)",
                   {{"input"}},
                   Form::kTensor,
                   {{"output"}}};

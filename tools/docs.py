@@ -308,8 +308,10 @@ class Module:
 
 INDENT = "    "
 
-#: Parts of a tuple output that one attention implementation leaves as None, and what a prompt has not yet.
-SOMETIMES_NONE = {"attention_probabilities", "state_input"}
+#: Parts of a tuple output that one attention implementation leaves as None.
+NONE_IN_OUTPUT = {"attention_probabilities"}
+#: Values that a prompt does not have yet.
+NONE_AT_FIRST = {"state_input"}
 
 
 def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, dict[str, str]]:
@@ -329,8 +331,8 @@ def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, 
     return {kind: {name: " | ".join(found) for name, found in names.items()} for kind, names in types.items()}
 
 
-def optional_tensor(name: str) -> str:
-    return "torch.Tensor" + (" | None" if name in SOMETIMES_NONE else "")
+def optional_tensor(name: str, sometimes_none: set[str]) -> str:
+    return "torch.Tensor" + (" | None" if name in sometimes_none else "")
 
 
 def output_type(kind: _core.Kind) -> str:
@@ -338,7 +340,7 @@ def output_type(kind: _core.Kind) -> str:
         return "torch.Tensor"
     if kind.form == _core.Form.record:
         return "Record"
-    parts = [optional_tensor(part.name) for part in kind.outputs]
+    parts = [optional_tensor(part.name, NONE_IN_OUTPUT) for part in kind.outputs]
     return f"tuple[{', '.join(parts)}]"
 
 
@@ -350,7 +352,7 @@ def class_stub(kind: _core.Kind, attributes: dict[str, str], sizes: dict[str, st
     for value in kind.values:
         doc = f'"""{getattr(KINDS[kind.name], value.name).__doc__}"""'
         lines += [
-            f"    {value.name}: {'Tensors' if value.list else optional_tensor(value.name)}",
+            f"    {value.name}: {'Tensors' if value.list else optional_tensor(value.name, NONE_AT_FIRST)}",
             *textwrap.wrap(doc, 116, initial_indent=INDENT, subsequent_indent=INDENT),
         ]
     for method in METHODS.get(kind.name, ()):

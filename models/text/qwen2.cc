@@ -6,7 +6,8 @@ namespace vlscope {
 
 BiasedAttention::BiasedAttention(Module* parent, std::string name, const TextConfig& config,
                                  bool eager)
-    : TextAttention(parent, std::move(name), config, eager, {.qkv_bias = true, .out_bias = false}) {}
+    : TextAttention(parent, std::move(name), config, eager, {.qkv_bias = true, .out_bias = false}) {
+}
 
 Flow<TextAttention::Heads> BiasedAttention::project(Trace& trace, at::Tensor x) const {
   Heads heads;

@@ -104,9 +104,7 @@ TEST_F(TraceTest, WhatIsEditedOrAssignedIsWhatTheForwardGoesOnWith) {
 
 TEST_F(TraceTest, RefusesAValueOfAnotherShapeNamingBoth) {
   Trace run = trace();
-  EXPECT_THAT(message_of<InputError>([&] {
-                run.write(output(chain.a), at::zeros({2, 4}));
-              }),
+  EXPECT_THAT(message_of<InputError>([&] { run.write(output(chain.a), at::zeros({2, 4})); }),
               AllOf(HasSubstr("[2, 3] float32"), HasSubstr("[2, 4] float32")));
   EXPECT_TRUE(run.finish().equal(x * 8));
 }

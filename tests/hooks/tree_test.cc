@@ -144,9 +144,7 @@ TEST(Tree, RefusesALocationVisitedTwiceNamingIt) {
   Root root;
   Tree tree(root);
   const Location* output = &root.model.visual.block.output;
-  EXPECT_THAT(message_of<std::logic_error>([&] {
-                tree.number({}, {output, &root.input, output});
-              }),
+  EXPECT_THAT(message_of<std::logic_error>([&] { tree.number({}, {output, &root.input, output}); }),
               HasSubstr("the forward visits eye.blocks.0.output twice"));
 }
 
