@@ -299,7 +299,7 @@ def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, 
         for entry in model._entries:
             module = model.get(entry["path"]) if entry["path"] else model
             found = types.setdefault(entry["kind"], {})
-            for name in (*module._children, *module._kind.aliases):
+            for name in filter(str.isidentifier, (*module._children, *module._kind.aliases)):  # not of a Sequential
                 child = module.get(module._kind.aliases.get(name, name))
                 many = isinstance(child, vlscope.ModuleList)
                 type_ = f"ModuleList[{type(child[0]).__name__}]" if many else type(child).__name__

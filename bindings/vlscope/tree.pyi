@@ -574,9 +574,6 @@ class Sequential(Module):
     """Modules that run one after the other: sequential[0], sequential[1], ..."""
 
     output: torch.Tensor
-    0: Linear
-    1: Activation
-    2: Linear
     def __getitem__(self, index: SupportsIndex) -> Module:
         """The module at a place; negative ones count from the end."""
 
