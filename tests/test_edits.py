@@ -174,6 +174,14 @@ def test_a_replacement_of_another_shape_is_refused(model, text):
         model.logits
 
 
+def test_a_result_that_is_no_tensor_is_refused_naming_the_site(model, text):
+    with (
+        model.edit("layers.1.layer_output", lambda value: 3),
+        pytest.raises(vlscope.InputError, match=r"the edit of layers\.1\.layer_output returned int"),
+    ):
+        model(**text)
+
+
 def test_what_cannot_be_edited_is_refused_at_once(model):
     for site, error, message in (
         ("layers.9.layer_output", vlscope.UnknownSite, "layers"),

@@ -75,13 +75,15 @@ def test_an_edit_anywhere_gives_the_bits_of_the_same_edit_in_the_prompts_own_tra
         "token_embeddings",
         *(f"layers.{k}.{name}" for k in (0, 1, 3) for name in ("layer_input", "layer_output", "mlp.mlp_output")),
         *(f"layers.{k}.self_attn.attention_values" for k in (0, 2)),
+        *(f"layers.{k}.input_layernorm.input" for k in (0, 2, 3)),
+        *(f"layers.{k}.self_attn.input" for k in (1, 3)),
         "norm.output",
         *("vision.patch_embeddings", "vision.layers.2.layer_output", "vision.image_features"),
         *(f"layers.{k}.deepstack_output" for k in (0, 1)),
     ]
     sites, plain = set(reached(model, given)), model(**given).logits
     for site in candidates:
-        if site not in sites:
+        if site not in sites and not site.endswith(".input"):
             continue
         edit, watched = (site, halve), ["layers.1.layer_output", "layers.3.layer_input"]
         found = values_of(model, recording, watched, edit)
@@ -251,6 +253,14 @@ def test_a_recording_of_another_model_or_mode_is_refused_naming_both(model, vlsc
     for other, name in ((vlscope_model("dense", "eager"), "attn_implementation"), (vlscope_model("demo"), "config")):
         with pytest.raises(vlscope.InputError, match=f"another {name}"):
             other.trace(model.record(**given))
+
+
+def test_what_would_need_a_graph_behind_the_recording_is_refused(model, image):
+    pixels = image["pixel_values"].clone().requires_grad_()
+    with pytest.raises(vlscope.InputError, match="pixel_values requires grad"):
+        model.record(**{**image, "pixel_values": pixels})
+    with pytest.raises(TypeError, match="logits_to_keep is for the traces"):
+        model.record(**image, logits_to_keep=2)
 
 
 def test_a_recording_is_stale_once_a_weight_is_edited(model, inputs):

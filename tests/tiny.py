@@ -23,6 +23,13 @@ PROCESSOR_FILES = (
     "vocab.json",
 )
 
+CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+
 VOCABULARY = 704
 PAD, IM_END, VISION_START, VISION_END, IMAGE, VIDEO = 695, 697, 698, 699, 701, 702
 
@@ -487,10 +494,20 @@ def randomise(model, seed):
             parameter.normal_(0, 0.2, generator=generator)
 
 
-def copy_processor_files(folder, patch_size=16):
-    """Gives a checkpoint folder the tokenizer, the chat template and the processor settings of the built-in model."""
+def copy_processor_files(folder, patch_size=16, qwen2=False):
+    """Gives a checkpoint folder the tokenizer, the chat template and the processor settings of the built-in model.
+
+    Those of the Qwen2 lines say by `min_pixels` and `max_pixels` what the others do by `size`, normalise otherwise, and
+    have no file for videos.
+    """
     for name in PROCESSOR_FILES:
         shutil.copyfile(DEMO / name, folder / name)
+    if qwen2:
+        (folder / "video_preprocessor_config.json").unlink()
+        limits = {"min_pixels": 16 * patch_size**2, "max_pixels": 64 * patch_size**2}
+        settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch_size, **CLIP, **limits}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+        return
     settings = json.loads((DEMO / "preprocessor_config.json").read_text())
     settings["patch_size"] = patch_size
     settings["size"] = {"shortest_edge": 16 * patch_size**2, "longest_edge": 64 * patch_size**2}
@@ -538,5 +555,5 @@ def build(name, folder, dtype=torch.float32, **save_options):
     model.to(dtype).save_pretrained(folder, **save_options)
     if name in EXPERTS_EXCHANGED:
         restore(folder, lambda stored: {key: exchanged(key, value) for key, value in stored.items()})
-    copy_processor_files(folder, config.vision_config.patch_size)
+    copy_processor_files(folder, config.vision_config.patch_size, config.model_type.startswith("qwen2"))
     return folder

@@ -7,13 +7,16 @@ from the shipped configs.
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
+import json
 import shutil
 import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -151,10 +154,29 @@ def value_rows(kind: _core.Kind, forward: Forward) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def shortened(config: Path) -> dict[str, Any]:
+    """A released config with two blocks to each tower: all kinds of modules are there, and it is built at once."""
+    short = json.loads(config.read_text(encoding="utf-8"))
+    text = short.get("text_config", short)
+    text["num_hidden_layers"] = 2
+    if "layer_types" in text:
+        text["layer_types"] = sorted(set(text["layer_types"]))
+    vision = short["vision_config"]
+    vision["depth"] = 2
+    for key in {"deepstack_visual_indexes", "fullatt_block_indexes"} & vision.keys():
+        vision[key] = [0]
+    return short
+
+
+@functools.cache
 def models() -> list[vlscope.StandardizedTransformer]:
     """The built-in model, and one of every other family."""
-    others = [shell(CONFIGS / f"{name}.json") for name in OTHER_FAMILIES]
-    return [vlscope.load("demo", dispatch=False), *others]
+    found = [vlscope.load("demo", dispatch=False)]
+    for name in OTHER_FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(shortened(CONFIGS / f"{name}.json")))
+            found.append(vlscope.load(folder, dispatch=False))
+    return found
 
 
 def values_page() -> str:
@@ -193,21 +215,19 @@ def shell(config: Path) -> vlscope.StandardizedTransformer:
 
 def models_page() -> str:
     parts = [MODELS_HEAD, "| size | tensors | parameters |\n|---|---|---|"]
-    configs = {size: CONFIGS / f"qwen3-vl-{size}-instruct.json" for size in SIZES}
-    for size, config in configs.items():
-        tensors, parameters = vlscope.weight_counts(config)
+    shells = {size: shell(CONFIGS / f"qwen3-vl-{size}-instruct.json") for size in SIZES}
+    for size, model in shells.items():
+        tensors, parameters = model._core.count_weights()
         parts[-1] += f"\n| {size.upper()} | {tensors:,} | {parameters:,} |"
-    for size, config in configs.items():
-        cards = shell(config)._config
-        card = card_text("Config", cards["text_card"]) + "\n\n"
-        card += card_text("Vision Config", cards["vision_card"])
+    for size, model in shells.items():
+        card = card_text("Config", model._config["text_card"]) + "\n\n"
+        card += card_text("Vision Config", model._config["vision_card"])
         parts.append(f"## Qwen3-VL {size.upper()}\n\n```text\n{card}\n```")
-    tree = "\n".join(tree_text(shell(configs["2b"])))
-    note = (
-        "Of the 2B size; the other dense sizes differ in their numbers only. Those of -A3B and -A22B have a\n"
-        "mixture of experts for each `mlp`, see [families](families.md)."
+    tree = "\n".join(tree_text(shells["2b"]))
+    parts.append(
+        "## The tree\n\nOf the 2B size; the other dense sizes differ in their numbers only. In 30B-A3B and 235B-A22B\n"
+        f"each `mlp` is a mixture of experts, see [families](families.md).\n\n```text\n{tree}\n```\n"
     )
-    parts.append(f"## The tree\n\n{note}\n\n```text\n{tree}\n```\n")
     return "\n\n".join(parts)
 
 
@@ -288,8 +308,10 @@ class Module:
 
 INDENT = "    "
 
-#: Parts of a tuple output that one attention implementation leaves as None, and what a prompt has not yet.
-SOMETIMES_NONE = {"attention_probabilities", "state_input"}
+#: Parts of a tuple output that one attention implementation leaves as None.
+SOMETIMES_NONE = {"attention_probabilities"}
+#: Values that are None where nothing came before.
+NONE_ON_A_PROMPT = {"state_input"}
 
 
 def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, dict[str, str]]:
@@ -309,8 +331,8 @@ def attribute_types(models: list[vlscope.StandardizedTransformer]) -> dict[str, 
     return {kind: {name: " | ".join(found) for name, found in names.items()} for kind, names in types.items()}
 
 
-def optional_tensor(name: str) -> str:
-    return "torch.Tensor" + (" | None" if name in SOMETIMES_NONE else "")
+def optional_tensor(none: bool) -> str:
+    return "torch.Tensor | None" if none else "torch.Tensor"
 
 
 def output_type(kind: _core.Kind) -> str:
@@ -318,18 +340,19 @@ def output_type(kind: _core.Kind) -> str:
         return "torch.Tensor"
     if kind.form == _core.Form.record:
         return "Record"
-    parts = [optional_tensor(part.name) for part in kind.outputs]
+    parts = [optional_tensor(part.name in SOMETIMES_NONE) for part in kind.outputs]
     return f"tuple[{', '.join(parts)}]"
 
 
 def class_stub(kind: _core.Kind, attributes: dict[str, str], sizes: dict[str, str]) -> str:
     """The class of a kind: modules, sizes and named values, with the table's words as docstrings."""
     lines = [f"class {kind.name}(Module):", f'    """{kind.doc}"""', "", f"    output: {output_type(kind)}"]
-    lines += [f"    {name}: {type_}" for name, type_ in sorted({**attributes, **sizes}.items())]
+    named = {name: type_ for name, type_ in {**attributes, **sizes}.items() if name.isidentifier()}
+    lines += [f"    {name}: {type_}" for name, type_ in sorted(named.items())]
     for value in kind.values:
         doc = f'"""{getattr(KINDS[kind.name], value.name).__doc__}"""'
         lines += [
-            f"    {value.name}: {'Tensors' if value.list else optional_tensor(value.name)}",
+            f"    {value.name}: {'Tensors' if value.list else optional_tensor(value.name in NONE_ON_A_PROMPT)}",
             *textwrap.wrap(doc, 116, initial_indent=INDENT, subsequent_indent=INDENT),
         ]
     for method in METHODS.get(kind.name, ()):

@@ -120,7 +120,18 @@ class Schedule:
                 continue
             result = visit.act(value)
             if result is not None and result is not value:
+                _check_result(tracer._model._sites[visit.number].path, result, listed)
                 (core.write_list if listed else core.write)(visit.number, result)
+
+
+def _check_result(site: str, result: Any, listed: bool) -> None:
+    """What an edit returned must be what the site holds: a tensor, or several."""
+    parts = result if listed and isinstance(result, (tuple, list)) else [result]
+    for part in parts:
+        if not isinstance(part, torch.Tensor):
+            raise InputError(
+                f"the edit of {site} returned {type(part).__name__}; return a tensor, or None after editing in place"
+            )
 
 
 def keeper(saved: Saved, site: str, device: Any, dtype: torch.dtype | None) -> Act:

@@ -109,6 +109,8 @@ class StepIterator:
         return self[:]
 
     def _number(self, step: Any) -> int:
+        if isinstance(step, bool):
+            raise TypeError(f"tracer.iter takes integers, slices and lists, not {step}")
         try:
             number = operator.index(step)
         except TypeError:

@@ -331,6 +331,8 @@ class StandardizedTransformer(CausalLM):
         ...         model.layers[k].mlp.mlp_output[:, -1] = 0
         ...         effect = model.next_token_probs.save()
         """
+        if "logits_to_keep" in inputs:
+            raise TypeError("logits_to_keep is for the traces of a recording: model.trace(recording, logits_to_keep=n)")
         return Recording.of(self, self.encode(prompt, **inputs), keys)
 
     def generate(
@@ -370,6 +372,17 @@ class StandardizedTransformer(CausalLM):
             InputError: what `trace` refuses, and prompts padded on the right.
         """
         count = _count("max_new_tokens", max_new_tokens)
+        if "logits_to_keep" in inputs:
+            raise TypeError("generate takes no logits_to_keep: a step computes the logits of its last position")
+        unused = [
+            name
+            for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p))
+            if value is not None
+        ]
+        if unused and not do_sample:
+            raise InputError(
+                f"{unused[0]} was given without do_sample=True: the likeliest token is taken whatever it is"
+            )
         defaults = self._generation_config
         if eos_token_id is None:
             eos_token_id = defaults.get("eos_token_id")
@@ -400,7 +413,7 @@ class StandardizedTransformer(CausalLM):
 
     def _prepare(self, prompt: Any = None, *, logits_to_keep: int = 0, **inputs: Any) -> _core.Inputs:
         """Whatever a trace accepts, as the tensors of one forward."""
-        if logits_to_keep:
+        if type(logits_to_keep) is not int or logits_to_keep < 0:
             logits_to_keep = _count("logits_to_keep", logits_to_keep)
         if isinstance(prompt, Recording):
             if inputs:
@@ -508,7 +521,7 @@ class StandardizedTransformer(CausalLM):
             if place.images_axis:
                 value = value[None]
             elif place.batch_axis:
-                value = value.unflatten(0, (len(prepared.input_ids), -1))
+                value = value.view(len(prepared.input_ids), -1, *value.shape[1:])
             found.setdefault(place.path, value)
         return found
 
@@ -603,7 +616,7 @@ class StandardizedTransformer(CausalLM):
 
     def rank(self, name: str, layer: int | None = None) -> Any:
         """Place of a value within its block: 0 for its input; a smaller rank is served earlier, an
-        equal one at the same location; None if it is not served.
+        equal one at the same location; None if it is not served. The block is the first that has the value.
 
         With `layer`, the place in the whole forward, to compare with others: `(layer, rank)`, the
         layer counted from the front. A value of the whole model ranks among those, `(-1, rank)` if
@@ -756,7 +769,7 @@ def _flat_support(block: Any) -> dict[str, str | None]:
 
 
 def _list_support(blocks: ModuleList[Any]) -> dict[str, Any]:
-    """The support of many blocks, as one row a value."""
+    """The support of many blocks, as one row a value that any of them has."""
     each = [_flat_support(block) for block in blocks]
     rows: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in each for name in row):

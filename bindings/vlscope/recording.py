@@ -60,6 +60,9 @@ class Recording:
     @classmethod
     def of(cls, model: StandardizedTransformer, inputs: Mapping[str, torch.Tensor], keys: bool) -> Recording:
         """Record a forward of `inputs`; `model.record` is the usual way."""
+        for name, tensor in inputs.items():
+            if tensor.requires_grad:
+                raise InputError(f"{name} requires grad, and a recording keeps no graph: trace the prompt itself")
         model.dispatch()
         core = model._core.record(_core.Inputs(inputs), keys)
         return cls(core, inputs, _identity(model), (weakref.ref(model), model._core.weight_version()))
@@ -84,7 +87,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
-        """Read a file that `save` wrote. Whether the weights are the same cannot be seen from it.
+        """Read a file that `save` wrote. It does not tell whether the weights are the same.
 
         Raises:
             CheckpointNotFound, CheckpointError: no such file, or no recording in it.

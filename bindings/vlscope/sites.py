@@ -126,10 +126,10 @@ def _match(node: Module | ModuleList[Any], parts: Sequence[str], pattern: str) -
     if isinstance(node, ModuleList):
         return _match_blocks(node, parts, pattern)
     name = parts[0]
+    found = _named(node).get(".".join(parts))
+    if found is not None:
+        return [found]
     if len(parts) == 1:
-        found = _named(node).get(name)
-        if found is not None:
-            return [found]
         raise _unknown(pattern, name, node, _named(node))
     children = node._names()
     child = getattr(node, name) if name in children else None
@@ -170,7 +170,12 @@ def _indices(part: str, count: int, pattern: str) -> Sequence[int]:
 def _named(host: Module) -> dict[str, int]:
     """The sites of one module by the last part of their names."""
     found = {value.name: host._values + offset for offset, value in enumerate(host._kind.values)}
-    return {"input": host._inputs, "output": host._outputs, **found}
+    first, last = host._inputs, host._values + len(host._kind.values)
+    own = f"{host._site_path}." if host._site_path else ""
+    lists = {
+        place.path.removeprefix(own): first + k for k, place in enumerate(host._model._sites[first:last]) if place.list
+    }
+    return {**lists, "input": host._inputs, "output": host._outputs, **found}
 
 
 def _unknown(pattern: str, name: str, host: Module, known: Iterable[str]) -> UnknownSite:

@@ -245,6 +245,9 @@ class Tracer(_core.TracerBase, _Block):
         else:
             setattr(self.root, name, value)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in dir(self._model) if not name.startswith("_"))})
+
     def __repr__(self) -> str:
         state = "not open" if self._core is None else f"at {self._core.position()}"
         return f"<Tracer {state}, saved: {', '.join(self.saved) or 'nothing'}>"

@@ -535,7 +535,7 @@ def set_state_after(self: Module, token: int, value: torch.Tensor) -> None:
     running.set_state_after(site, place, value)
 
 
-def __getitem__(self: Module, index: SupportsIndex) -> Module:  # of a Sequential
+def __getitem__(self: Module, index: int) -> Module:  # of a Sequential
     """The module at a place; negative ones count from the end."""
     (place,) = _indices(index, len(self._children), f"{self._site_path}: module")
     child: Module = self._children[str(place)]

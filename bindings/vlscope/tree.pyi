@@ -172,7 +172,7 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
     """Pattern [batch heads query key]: scaled and masked scores; a masked score is the dtype's least number."""
-    attention_probabilities: torch.Tensor | None
+    attention_probabilities: torch.Tensor
     """Pattern [batch heads query key]: softmax of the scores."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [batch seq heads head_dim]: each head's weighted sum of values."""
@@ -224,7 +224,7 @@ attention_row(query, heads) gives rows of attention_probabilities without making
     """Values [batch kv_heads seq head_dim]: values, before any head is repeated."""
     attention_scores: torch.Tensor
     """Pattern [batch heads query key]: scaled and masked scores; a masked score is the dtype's least number."""
-    attention_probabilities: torch.Tensor | None
+    attention_probabilities: torch.Tensor
     """Pattern [batch heads query key]: softmax of the scores."""
     attention_head_outputs: torch.Tensor
     """HeadOutputs [batch seq heads head_dim]: each head's weighted sum of values, before the gate."""
@@ -503,7 +503,7 @@ with a, b = cu_seqlens[j], cu_seqlens[j + 1]."""
     the block's pattern: the attention runs once per image (or window), over the slices that cu_seqlens marks. Read
     image_attention_probabilities, or softmax the scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1,
     -2) * model.vision.head_dim ** -0.5).softmax(-1)."""
-    attention_probabilities: torch.Tensor | None
+    attention_probabilities: torch.Tensor
     """Pattern unavailable: softmax of the scores. no one tensor is the block's pattern: the attention runs once per
     image (or window), over the slices that cu_seqlens marks. Read image_attention_probabilities, or softmax the
     scores of each slice: (q[0, :, a:b] @ k[0, :, a:b].transpose(-1, -2) * model.vision.head_dim **
@@ -574,7 +574,7 @@ class Sequential(Module):
     """Modules that run one after the other: sequential[0], sequential[1], ..."""
 
     output: torch.Tensor
-    def __getitem__(self, index: SupportsIndex) -> Module:
+    def __getitem__(self, index: int) -> Module:
         """The module at a place; negative ones count from the end."""
 
 class Linear(Module):
@@ -592,7 +592,8 @@ class Conv3d(Module):
     weight: torch.Tensor
 
 class CausalConv1d(Module):
-    """A causal convolution over time, of each channel by itself: [batch, channels, seq]. A later step of a generation continues from the inputs before."""
+    """A causal convolution over time, of each channel by itself: [batch, channels, seq]. A later step
+of a generation continues from the inputs before."""
 
     output: torch.Tensor
     weight: torch.Tensor

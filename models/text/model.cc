@@ -85,14 +85,18 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
 
   const Recording* recorded = in.replay.from.get();
   if (in.cache && recorded && !recorded->keys) recorded = nullptr;
+  bool replayed = false;  // `x` is the recording's own tensor
   for (std::size_t k = 0; k < layers.size(); ++k) {
     if (in.replay.into) in.replay.into->streams.push_back(x);
     if (in.cache) context.cache = &in.cache->block(k);
     if (recorded && trace.passes_unchanged(end_of(k, in))) {
       x = recorded->streams[k + 1];
+      replayed = true;
       if (in.cache) context.cache->replace(recorded->keys->block(k));
       continue;
     }
+    // A block reads the stream in more than one place: an edit must be seen in all of them.
+    if (std::exchange(replayed, false)) x = x.clone();
     x = co_await (*layers[k])(trace, std::move(x), context);
     if (k < deepstack_outputs.size() && k < in.deepstack.size()) {
       at::Tensor level = std::exchange(in.deepstack[k], {});
@@ -101,6 +105,7 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
     }
   }
   if (in.replay.into) in.replay.into->streams.push_back(x);
+  if (replayed) x = x.clone();
   x = co_await (*norm)(trace, std::move(x));
   co_await trace.at(output, x);
   co_return x;

@@ -107,14 +107,14 @@ Flow<at::Tensor> Experts::slots(Trace& trace, at::Tensor x, Routing routing) con
   const auto [sorted, order] = at::sort(routing.indices.reshape(-1));
   const std::vector<std::int64_t> rows = count(sorted, num_experts_, parent()->site_path());
 
-  x = x.index_select(0, order.floor_divide(top_k));
+  x = x.index({order.div(top_k, "floor")});
   x = linear_by_expert(x, gate_up_proj_, rows);
   std::vector<at::Tensor> halves = x.chunk(2, -1);
   at::Tensor gate = co_await act_fn(trace, std::exchange(halves[0], {}));
   x = std::exchange(gate, {}) * std::exchange(halves[1], {});
   x = linear_by_expert(x, down_proj_, rows);
-  x = x * routing.weights.reshape(-1).index_select(0, order).unsqueeze(-1);
-  co_return x.index_select(0, at::argsort(order)).view({tokens, top_k, -1});
+  x = x * routing.weights.reshape(-1).index({order}).unsqueeze(-1);
+  co_return x.index({at::argsort(order)}).view({tokens, top_k, -1});
 }
 
 TextMixture::TextMixture(Module* parent, std::string name, const TextConfig& config)

@@ -13,6 +13,7 @@ class MergerMlp : public Module {
  public:
   MergerMlp(Module* parent, std::string name, const VisionConfig& config);
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
+  at::Tensor output_like(const at::Tensor& x) const override { return second_.output_like(x); }
 
  private:
   Linear first_;
@@ -40,6 +41,10 @@ class PatchMerger : public Module {
     }
     co_await trace.at(output, x);
     co_return x;
+  }
+
+  at::Tensor output_like(const at::Tensor& x) const override {
+    return mlp.output_like(x.reshape({-1, block_width_}));
   }
 
   Norm ln_q;

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-MODELS = ["demo", "dense", "one_kv_head", "unordered_taps", "qwen2_5", "qwen2"]
+from identities.models import ALL
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=ALL)
 def name(request):
     return request.param
 

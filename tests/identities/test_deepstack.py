@@ -5,7 +5,13 @@ import pytest
 import torch
 
 import vlscope
+from identities.models import QWEN3_VL
 from sites import collect
+
+
+@pytest.fixture(params=QWEN3_VL)
+def name(request):
+    return request.param
 
 
 def taps_of(model):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import vlscope
+from identities.models import QWEN3_VL
 from sites import collect, difference
 
 INTERIOR = (
@@ -99,7 +100,9 @@ def test_an_interior_write_moves_later_logits_only(model, prompts, value):
         rows.mul_(-0.5)
 
     edited = logits_of(model, prompts.text, edit)
-    if value in ("attention_scores", "attention_probabilities"):  # sdpa makes its heads another way, once written
+    # sdpa makes its heads another way, once a pattern is written; and where later tokens go to other experts, the
+    # products of their experts have other numbers of rows, on which the last bits of each row depend.
+    if value in ("attention_scores", "attention_probabilities") or model.family.endswith("moe"):
         torch.testing.assert_close(edited[:, :position], clean[:, :position], rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(edited[:, :position], clean[:, :position])
@@ -219,6 +222,7 @@ def test_sizes_name_the_axes(model, prompts):
     layer, block = model.layers[0], model.vision.layers[1]
     interior = [*INTERIOR, "attention_output"]
     per_image = [name for name in interior if name not in ("attention_scores", "attention_probabilities")]
+    deepstack = [] if layer.support()["deepstack_output"] else ["deepstack_output"]
     reads = [
         (model, model, ["input_ids", "attention_mask"]),
         (model.vision, model.vision, ["image_token_mask"]),
@@ -232,7 +236,7 @@ def test_sizes_name_the_axes(model, prompts):
         (model, layer, ["layer_input"]),
         (model, layer.self_attn, interior),
         (model, layer.mlp, ["mlp_output"]),
-        (model, layer, ["layer_output", "deepstack_output"]),
+        (model, layer, ["layer_output", *deepstack]),
         (model, model, ["logits", "next_token_probs"]),
     ]
     with model.trace(**prompts.one_image):
@@ -279,7 +283,8 @@ def test_next_token_probs_follow_written_logits(model, prompts):
 
 
 def test_sizes_are_those_of_the_weights(model):
-    attn, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    attn = model.layers[0].self_attn
+    mlp = next(layer.mlp for layer in model.layers if not hasattr(type(layer.mlp), "router_logits"))
     assert tuple(model.lm_head.weight.shape) == (model.vocab_size, model.hidden_size)
     assert tuple(attn.q_proj.weight.shape) == (model.num_heads * model.head_dim, model.hidden_size)
     assert tuple(attn.k_proj.weight.shape) == (model.num_kv_heads * model.head_dim, model.hidden_size)
@@ -309,6 +314,7 @@ def test_the_printout_names_every_value(model):
         assert value in text, value
 
 
+@pytest.mark.parametrize("name", QWEN3_VL)
 def test_support_is_what_can_be_read(model, prompts):
     support = model.support()
     assert support["layer_output"] is None and support["vision.image_features"] is None

@@ -93,7 +93,8 @@ def test_named_values_are_the_native_tensors_prompt_by_prompt(model, given):
     batch, length = given["input_ids"].shape
     with model.trace(**given):
         for mlp in mixtures(model):
-            assert torch.equal(mlp.gate.input, mlp.input.flatten(0, 1))
+            x = mlp.input.clone()
+            assert torch.equal(mlp.gate.input, x.flatten(0, 1))
             scores = mlp.router_logits.clone()
             logits, weights, indices = mlp.gate.output
             assert torch.equal(logits, scores.flatten(0, 1))
@@ -183,7 +184,10 @@ def test_rows_of_one_prompt_are_edited_alone(name, model, inputs):
     given = inputs(name, "padded_mixed")
     clean = logits_of(model, given)
     edited = logits_of(model, given, lambda mlp: mlp.expert_outputs[1].zero_())
-    assert torch.equal(edited[[0, 2]], clean[[0, 2]]) and not torch.equal(edited[1], clean[1])
+    # Where the edit sends tokens to other experts further on, those of the other prompts share theirs with
+    # other rows, and the last bits of a row of a matrix product depend on how many rows there are.
+    torch.testing.assert_close(edited[[0, 2]], clean[[0, 2]], rtol=1e-5, atol=1e-5)
+    assert (edited[1] - clean[1]).abs().max() > 1e-2
 
 
 def test_an_index_that_names_no_expert_is_refused(model, given):
@@ -279,10 +283,16 @@ def test_support_and_printout_tell_of_the_mixture(name, model):
     sparse = [i for i, block in enumerate(model.layers) if block.mlp in mixtures(model)]
     assert model.layers[sparse[0]].mlp.support()["expert_weights"] is None
     assert "no shared expert" in str(support["shared_expert_output"])
+    for i, block in enumerate(model.layers):
+        if i not in sparse:
+            assert "router_logits" not in block.mlp.support()
+            assert support["router_logits"][i] == "a block of another kind, without router_logits"
+    assert model.rank("router_logits") < model.rank("expert_weights") == model.rank("expert_indices")
+    assert model.rank("expert_indices") < model.rank("expert_outputs") < model.rank("routed_output")
     printed = repr(model.layers[sparse[0]].mlp)
     for value in VALUES:
         assert value in printed
-    assert model.layers[sparse[0]].mlp.num_experts == model.config["text_config"]["num_experts"]
+    assert model.layers[sparse[0]].mlp.num_experts == tiny.CONFIGS[name]["text_config"]["num_experts"]
     with pytest.raises(vlscope.Unavailable, match="no shared expert"):
         model.layers[sparse[0]].mlp.shared_expert_output
 

@@ -1,8 +1,12 @@
 """What holds of M-RoPE: three positions per token, folded into one cos and sin, applied to queries and keys."""
 
+import pytest
 import torch
 
+from identities.models import ALL, QWEN3_VL
 from sites import collect
+
+QWEN2 = [name for name in ALL if name not in QWEN3_VL]
 
 
 def positions_of(model, inputs):
@@ -53,6 +57,7 @@ def rotate(x, cos, sin):
     return x * cos[:, None] + torch.cat((-b, a), dim=-1) * sin[:, None]
 
 
+@pytest.mark.parametrize("name", QWEN3_VL)
 def test_queries_and_keys_are_normed_then_rotated(model, prompts):
     for inputs in (prompts.text, prompts.two_images):
         with model.trace(**inputs):
@@ -63,14 +68,41 @@ def test_queries_and_keys_are_normed_then_rotated(model, prompts):
         assert torch.equal(q, rotate(raw_q, cos, sin)) and torch.equal(k, rotate(raw_k, cos, sin))
 
 
+@pytest.mark.parametrize("name", QWEN2)
+def test_queries_and_keys_of_the_qwen2_lines_are_projected_then_rotated(model, prompts):
+    for inputs in (prompts.text, prompts.two_images):
+        with model.trace(**inputs):
+            cos, sin = model.model.language_model.rotary_emb.output
+            attn = model.layers[1].self_attn
+            raw_q, raw_k = (
+                x.unflatten(-1, (-1, model.head_dim)).transpose(1, 2) for x in (attn.q_proj.output, attn.k_proj.output)
+            )
+            q, k = attn.attention_queries.save(), attn.attention_keys.save()
+        assert torch.equal(q, rotate(raw_q, cos, sin)) and torch.equal(k, rotate(raw_k, cos, sin))
+
+
+@pytest.mark.parametrize("name", QWEN3_VL)
 def test_the_tables_interleave_the_axes(model, prompts):
     """Frequency j turns by time, height or width as T H W T H W ... until a section is used up, then by time."""
     inputs = prompts.two_images
     rope = model.config["text_config"]["rope_parameters"]
-    half = model.head_dim // 2
-    axis = torch.zeros(half, dtype=torch.long)
+    axis = torch.zeros(model.head_dim // 2, dtype=torch.long)
     for k in (1, 2):
         axis[k : rope["mrope_section"][k] * 3 : 3] = k
+    assert_tables(model, inputs, axis)
+
+
+@pytest.mark.parametrize("name", QWEN2)
+def test_the_tables_of_the_qwen2_lines_give_each_axis_a_section(model, prompts):
+    rope = model.config["text_config"]["rope_parameters"]
+    axis = torch.arange(3).repeat_interleave(torch.tensor(rope["mrope_section"]))
+    assert_tables(model, prompts.two_images, axis)
+
+
+def assert_tables(model, inputs, axis):
+    """cos and sin are those of angles whose frequency j turns by the position on axis[j]."""
+    rope = model.config["text_config"]["rope_parameters"]
+    half = len(axis)
     positions = positions_of(model, inputs)[-3:, 0].float()
     angles = positions[axis].T / rope["rope_theta"] ** (torch.arange(half) / half)
     with model.trace(**inputs):

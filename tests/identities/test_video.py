@@ -6,6 +6,7 @@ import torch
 
 import tiny
 import vlscope
+from identities.models import UNWINDOWED
 from sites import collect
 
 MASKS = [f"vision.{kind}_token_mask" for kind in ("image", "video", "visual")]
@@ -22,6 +23,7 @@ def test_the_masks_mark_the_tokens_and_count_the_features(model, prompts):
     assert torch.equal(entering[images], first) and torch.equal(entering[videos], second)
 
 
+@pytest.mark.parametrize("name", UNWINDOWED)
 def test_the_features_are_the_two_parts_of_the_projectors_output(model, prompts):
     with model.trace(**prompts.images_and_videos):
         projected = model.projector.output.save()
@@ -99,6 +101,7 @@ def test_masks_are_copies_that_nobody_assigns(model, prompts):
     assert torch.equal(logits, model(**prompts.images_and_videos).logits)
 
 
+@pytest.mark.parametrize("name", UNWINDOWED)
 def test_each_frame_is_a_segment_that_sees_no_other(model, prompts):
     inputs = prompts.videos
     first, second = inputs["video_grid_thw"].tolist()
@@ -141,7 +144,7 @@ def test_a_video_of_one_frame_is_an_image_under_another_token(model, prompts):
         "pixel_values_videos": inputs["pixel_values"],
         "video_grid_thw": inputs["image_grid_thw"],
     }
-    sites = ("vision.{}_features", "layers.0.deepstack_output", "layers.1.layer_output", "logits")
+    sites = ("vision.{}_features", "layers.1.layer_input", "layers.1.layer_output", "logits")
     as_image = collect(model, inputs, *(site.format("image") for site in sites))
     as_video = collect(model, video, *(site.format("video") for site in sites))
     for a, b in zip(as_image, as_video, strict=True):

@@ -14,7 +14,7 @@ BY_TOKEN = ".linear_attn.states"
 MASKS = {f"vision.{kind}_token_mask" for kind in ("image", "video", "visual")}
 READ_ONLY = {*MASKS, "next_token_probs", "input_ids", "attention_mask"}
 # Every kind of site at its first and its last place; `vision.tower_output` moves nothing on either side.
-MODELS = ["dense", "unordered_taps", "hybrid", "hybrid_uneven", "hybrid_moe", "qwen2_5", "qwen2"]
+MODELS = ["dense", "unordered_taps", "moe_hub", "hybrid", "hybrid_uneven", "hybrid_moe", "qwen2_5", "qwen2"]
 
 
 def writable(run):

@@ -9,7 +9,7 @@ torch.Size([1, 202])
 from .images import ImageProcessor, ImageSettings
 from .processor import Processor
 from .text import ChatTemplate, Encoding, Tokenizer
-from .videos import VideoProcessor, VideoSettings
+from .videos import Qwen2VideoSettings, VideoProcessor, VideoSettings
 
 __all__ = [
     "ChatTemplate",
@@ -19,5 +19,6 @@ __all__ = [
     "Processor",
     "Tokenizer",
     "VideoProcessor",
+    "Qwen2VideoSettings",
     "VideoSettings",
 ]
