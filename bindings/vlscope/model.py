@@ -773,14 +773,14 @@ def _list_support(blocks: ModuleList[Any]) -> dict[str, Any]:
     each = [_flat_support(block) for block in blocks]
     rows: dict[str, Any] = {}
     for name in dict.fromkeys(name for row in each for name in row):
-        reasons = [row[name] if name in row else _mixer_of(block) for row, block in zip(each, blocks, strict=True)]
+        reasons = [row[name] if name in row else _lack(block, name) for row, block in zip(each, blocks, strict=True)]
         rows[name] = {i: reason for i, reason in enumerate(reasons) if reason is not None} or None
     return rows
 
 
-def _mixer_of(block: Any) -> str:
-    """Why a block lacks what others of its list have."""
-    return next(iter(block._absent.values()), "this block has no such value")
+def _lack(block: Any, name: str) -> str:
+    """Why a block lacks a value that others of its list have."""
+    return next(iter(block._absent.values()), f"a block of another kind, without {name}")
 
 
 def load(path_or_id: str | os.PathLike[str], **options: Any) -> StandardizedTransformer:
