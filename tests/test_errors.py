@@ -184,7 +184,7 @@ def test_a_configuration_that_is_no_json(folder):
         vlscope.load(folder)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
 def test_an_unknown_family(folder, family):
     configure(folder, lambda config: config.update(model_type=family))
     with pytest.raises(UnsupportedFamily, match=f"(?s){family}.*qwen3_vl") as caught:
