@@ -445,12 +445,13 @@ const Kind conv3d{"Conv3d",
                   {{"input"}},
                   Form::kTensor,
                   {{"output"}}};
-const Kind conv1d{"CausalConv1d",
-                  R"(A causal convolution over time, of each channel by itself: [batch, channels, seq].
+const Kind conv1d{
+    "CausalConv1d",
+    R"(A causal convolution over time, of each channel by itself: [batch, channels, seq].
 A later step of a generation continues from the inputs before.)",
-                  {{"input"}},
-                  Form::kTensor,
-                  {{"output"}}};
+    {{"input"}},
+    Form::kTensor,
+    {{"output"}}};
 const Kind embedding{"Embedding", "Rows of a table.", {{"input"}}, Form::kTensor, {{"output"}}};
 const Kind rms_norm{"RMSNorm",
                     "y = weight * x / rms(x), the rms taken in float32.",
