@@ -10,6 +10,7 @@
 #include "bindings/register.h"
 #include "bindings/running_trace.h"
 #include "core/errors.h"
+#include "core/ops/precision.h"
 #include "core/ordinary_mode.h"
 #include "models/text/decoder.h"
 #include "models/text/delta_net.h"
@@ -131,9 +132,7 @@ at::Tensor RunningTrace::attention_rows(int index, const ops::RowChoice& rows, b
   const auto& attention = dynamic_cast<const TextAttention&>(*site(index).host);
   const at::Tensor result = attention.score_rows(*trace_, row_site(site(index)), rows);
   if (scores) return result;
-  const at::Tensor probabilities = ops::attention_probabilities(result);
-  // Softmax keeps its result for the backward pass; an edit must not reach that.
-  return probabilities.requires_grad() ? probabilities.clone() : probabilities;
+  return ops::apart_from_graph(ops::attention_probabilities(result));
 }
 
 std::int64_t RunningTrace::count_tokens(int index) {

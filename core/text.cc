@@ -11,4 +11,9 @@ std::string shape_text(const at::Tensor& tensor) {
 
 std::string dtype_text(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
+std::string tensor_text(const at::Tensor& tensor) {
+  return fmt::format("{} {} on {}", shape_text(tensor), dtype_text(tensor.scalar_type()),
+                     tensor.device().str());
+}
+
 }  // namespace vlscope

@@ -42,11 +42,6 @@ const void* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-std::string describe(const at::Tensor& tensor) {
-  return fmt::format("{} {} on {}", shape_text(tensor), dtype_text(tensor.scalar_type()),
-                     tensor.device().str());
-}
-
 void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& current) {
   if (!current.defined()) {
     throw InputError(fmt::format("{} is None here and cannot be assigned.", site.path));
@@ -58,7 +53,7 @@ void check_fits(const Site& site, const at::Tensor& value, const at::Tensor& cur
   throw InputError(fmt::format(
       "{} holds {}; the value assigned is {}. Give a tensor of the same shape, dtype and "
       "device, or edit in place ({}[:] = ...), which broadcasts and converts.",
-      site.path, describe(current), value.defined() ? describe(value) : "None", site.path));
+      site.path, tensor_text(current), value.defined() ? tensor_text(value) : "None", site.path));
 }
 
 void check_replacement(const Module& module, const at::Tensor& value, const at::Tensor& output) {
@@ -67,7 +62,7 @@ void check_replacement(const Module& module, const at::Tensor& value, const at::
     return;
   }
   throw InputError(fmt::format("{} is skipped with {}, but what leaves it is {}.",
-                               module.site_path(), describe(value), describe(output)));
+                               module.site_path(), tensor_text(value), tensor_text(output)));
 }
 
 }  // namespace

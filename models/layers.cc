@@ -14,12 +14,11 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/ops/precision.h"
 
 namespace vlscope {
 
-at::Tensor in_float(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? x : x.to(at::kFloat);
-}
+at::Tensor in_float(const at::Tensor& x) { return x.to(ops::precise(x.scalar_type())); }
 
 at::Tensor normalised(const at::Tensor& x, double eps) {
   const at::Tensor precise = in_float(x);

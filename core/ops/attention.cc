@@ -14,6 +14,8 @@
 
 #include <limits>
 
+#include "core/ops/precision.h"
+
 namespace vlscope::ops {
 namespace {
 
@@ -83,9 +85,7 @@ at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 }
 
 at::Tensor attention_probabilities(const at::Tensor& scores) {
-  // float64 stays what it is: the reference's cast is there for half precision.
-  const at::ScalarType precise = scores.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::softmax(scores, -1, precise).to(scores.scalar_type());
+  return at::softmax(scores, -1, precise(scores.scalar_type())).to(scores.scalar_type());
 }
 
 at::Tensor attend(const at::Tensor& probabilities, const at::Tensor& v) {

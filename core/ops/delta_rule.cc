@@ -14,14 +14,12 @@
 #include <cmath>
 #include <limits>
 
+#include "core/ops/precision.h"
+
 namespace vlscope::ops {
 namespace {
 
 constexpr std::int64_t kChunk = 64;
-
-at::ScalarType precise(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 /// x / |x| along the last axis.
 at::Tensor unit(const at::Tensor& x) {
@@ -42,7 +40,7 @@ struct Prepared {
 
  private:
   static at::Tensor by_head(const at::Tensor& x) {
-    return x.transpose(1, 2).to(precise(x), /*non_blocking=*/false, /*copy=*/false,
+    return x.transpose(1, 2).to(precise(x.scalar_type()), /*non_blocking=*/false, /*copy=*/false,
                                 at::MemoryFormat::Contiguous);
   }
 };
@@ -114,7 +112,8 @@ at::Tensor scaled(const at::Tensor& unit_q) {
 }
 
 DeltaRuleResult empty_result(const DeltaRuleInput& in) {
-  return {at::empty_like(in.v).to(in.q.scalar_type()), at::empty_like(in.state).to(precise(in.v))};
+  return {at::empty_like(in.v).to(in.q.scalar_type()),
+          at::empty_like(in.state).to(precise(in.v.scalar_type()))};
 }
 
 }  // namespace
@@ -177,6 +176,10 @@ DeltaRuleResult delta_rule_with(const DeltaRuleInput& in, const std::vector<Stat
 }
 
 at::Tensor delta_rule_states(const DeltaRuleInput& in, const std::vector<StateCut>& cuts) {
+  if (in.q.is_meta()) {
+    const at::Tensor one = empty_result(in).state.unsqueeze(1);
+    return one.expand({-1, in.seq(), -1, -1, -1});
+  }
   const Prepared prepared(in);
   at::Tensor state = prepared.state;
   std::vector<at::Tensor> states;
@@ -190,7 +193,7 @@ at::Tensor delta_rule_states(const DeltaRuleInput& in, const std::vector<StateCu
 }
 
 at::Tensor read_states(const at::Tensor& states, const at::Tensor& q) {
-  const at::Tensor queries = scaled(unit(q.to(precise(q))));
+  const at::Tensor queries = scaled(unit(q.to(precise(q.scalar_type()))));
   return (states * queries.unsqueeze(-1)).sum(-2).to(q.scalar_type());
 }
 

@@ -3,8 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <fmt/format.h>
 
 #include <algorithm>
+
+#include "core/errors.h"
 
 namespace vlscope {
 namespace {
@@ -19,6 +22,15 @@ at::Tensor room_for(const at::Tensor& held, std::int64_t positions) {
 
 }  // namespace
 
+void check_follows(const std::string& block, const char* what, std::int64_t held,
+                   std::int64_t past) {
+  if (held == past) return;
+  throw InputError(fmt::format(
+      "{} holds the {} {} positions, but {} came before this step: it was skipped on an earlier "
+      "step. Skip it on every step that follows, or on none.",
+      block, what, held, past));
+}
+
 void BlockCache::replace(const at::Tensor& k, const at::Tensor& v) {
   keys_ = k;
   values_ = v;
@@ -28,6 +40,8 @@ void BlockCache::replace(const at::Tensor& k, const at::Tensor& v) {
 void BlockCache::replace(const BlockCache& other) {
   replace(other.keys_, other.values_);
   recurrent = other.recurrent;
+  // A state is served as it is and may be edited; `other` goes on being used.
+  if (recurrent.state.defined()) recurrent.state = recurrent.state.clone();
 }
 
 std::vector<at::Tensor> BlockCache::tensors() const {

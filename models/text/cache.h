@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -30,6 +31,7 @@ class BlockCache {
   void append(const at::Tensor& k, const at::Tensor& v);
   /// Puts `k` and `v` in place of all that is held.
   void replace(const at::Tensor& k, const at::Tensor& v);
+  /// The same with what another holds, which edits of this one do not reach.
   void replace(const BlockCache& other);
   const at::Tensor& keys() const { return keys_; }
   const at::Tensor& values() const { return values_; }
@@ -45,6 +47,12 @@ class BlockCache {
   at::Tensor keys_, values_;  ///< All positions: parts of the rooms, or tensors of their own.
   at::Tensor key_room_, value_room_;  ///< Undefined until the first append.
 };
+
+/// Refuses a later step of a block that does not hold (`what`: "keys of", "state behind") all
+/// positions before it.
+/// @throws InputError naming the block, both numbers, and what to do.
+void check_follows(const std::string& block, const char* what, std::int64_t held,
+                   std::int64_t past);
 
 /// One BlockCache for each text block.
 class KeyValueCache {

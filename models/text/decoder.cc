@@ -2,12 +2,11 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/clone.h>
-#include <fmt/format.h>
 
 #include <cmath>
 #include <utility>
 
-#include "core/errors.h"
+#include "core/ops/precision.h"
 #include "core/ops/rotary.h"
 
 namespace vlscope {
@@ -85,12 +84,7 @@ Flow<TextAttention::Heads> TextAttention::place(Trace& trace, Heads heads,
 // What is served must be a tensor of its own: the cache goes on being written to.
 void TextAttention::join_past(Heads& heads, const TextContext& context, bool to_be_served) const {
   BlockCache& cache = *context.cache;
-  if (cache.length() != context.past) {
-    throw InputError(fmt::format(
-        "{} holds the keys of {} positions, but {} came before this step: it was skipped on an "
-        "earlier step. Skip it on every step that follows, or on none.",
-        site_path(), cache.length(), context.past));
-  }
+  check_follows(site_path(), "keys of", cache.length(), context.past);
   cache.append(heads.k, heads.v);
   heads.k = to_be_served ? cache.keys().clone() : cache.keys();
   heads.v = to_be_served ? cache.values().clone() : cache.values();
@@ -117,8 +111,7 @@ Flow<TextAttention::Attended> TextAttention::attend(Trace& trace, const Heads& h
     by_pattern |= co_await trace.at(scores, pattern);
     if (by_pattern || trace.wants(probabilities)) {
       pattern = ops::attention_probabilities(pattern);
-      // Softmax keeps its result for the backward pass; an edit must not reach that.
-      if (pattern.requires_grad() && trace.wants(probabilities)) pattern = pattern.clone();
+      if (trace.wants(probabilities)) pattern = ops::apart_from_graph(pattern);
       by_pattern |= co_await trace.at(probabilities, pattern);
     }
     if (by_pattern) result.heads = ops::attend(pattern, v);

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/ops/precision.h"
 #include "core/text.h"
 
 namespace vlscope {
@@ -21,10 +22,6 @@ namespace {
 
 /// Slots of the location `entry`, behind the state and the tensors of the rule.
 constexpr int kCutTokens = 6, kCutStates = 7;
-
-/// A result that its own operation, or one behind it, keeps for the backward pass: an edit must not
-/// reach that.
-at::Tensor own(at::Tensor x) { return x.requires_grad() ? x.clone() : x; }
 
 std::vector<ops::StateCut> cuts_of(const at::Tensor& tokens, const at::Tensor& states) {
   std::vector<ops::StateCut> cuts;
@@ -93,7 +90,9 @@ Flow<at::Tensor> DeltaNet::operator()(Trace& trace, at::Tensor x, TextContext co
   if (!trace.skip(*this, x)) {
     const std::int64_t batch = x.size(0), seq = x.size(1), width = config_.value_head_dim;
     RecurrentState* carried = context.cache ? &context.cache->recurrent : nullptr;
-    if (context.past > 0) check_carried(context);
+    if (context.past > 0) {
+      check_follows(site_path(), "state behind", carried->positions, context.past);
+    }
     // What padding holds must not come into the state.
     if (context.padding.defined()) x = (x * context.padding.unsqueeze(2)).to(x.scalar_type());
     Branches branches = co_await project(trace, std::move(x));
@@ -140,7 +139,7 @@ ops::DeltaRuleInput DeltaNet::rule_input(const Branches& branches) const {
   in.q = shared(heads(0, keys, config_.key_head_dim));
   in.k = shared(heads(keys, keys, config_.key_head_dim));
   in.v = heads(2 * keys, values, config_.value_head_dim);
-  in.betas = own(branches.b.sigmoid());
+  in.betas = ops::apart_from_graph(branches.b.sigmoid());
   in.decays = -in_float(a_log_).exp() * at::softplus(in_float(branches.a) + dt_bias_);
   return in;
 }
@@ -170,18 +169,9 @@ Flow<ops::DeltaRuleResult> DeltaNet::attend(Trace& trace, ops::DeltaRuleInput in
     const auto rule = one_token ? ops::recurrent_delta_rule : ops::chunked_delta_rule;
     result = ops::delta_rule_with(in, cuts, rule);
   }
-  result.state = own(result.state);
+  result.state = ops::apart_from_graph(result.state);
   co_await trace.at(heads, result.heads, result.state);
   co_return result;
-}
-
-void DeltaNet::check_carried(const TextContext& context) const {
-  const std::int64_t seen = context.cache->recurrent.positions;
-  if (seen == context.past) return;
-  throw InputError(fmt::format(
-      "{} holds the state behind {} positions, but {} came before this step: it was skipped on an "
-      "earlier step. Skip it on every step that follows, or on none.",
-      site_path(), seen, context.past));
 }
 
 // --- One token's state --------------------------------------------------------------------------
@@ -212,10 +202,8 @@ void DeltaNet::set_state_after(Trace& trace, Site site, std::int64_t token,
   const at::Tensor& held = found.rule.state;
   if (state.sizes() != held.sizes() || state.scalar_type() != held.scalar_type() ||
       state.device() != held.device()) {
-    throw InputError(fmt::format("{} takes {} {} on {}; the state given is {} {} on {}.", site.path,
-                                 shape_text(held), dtype_text(held.scalar_type()),
-                                 held.device().str(), shape_text(state),
-                                 dtype_text(state.scalar_type()), state.device().str()));
+    throw InputError(fmt::format("{} takes {}; the state given is {}.", site.path,
+                                 tensor_text(held), tensor_text(state)));
   }
   std::erase_if(found.cuts, [&](const ops::StateCut& cut) { return cut.token == token; });
   const auto place = std::find_if(found.cuts.begin(), found.cuts.end(),

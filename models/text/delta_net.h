@@ -77,7 +77,6 @@ class DeltaNet : public Module {
   /// The rule's tensors from `mixed`, convolved `[batch, channels, seq]`, and from b and a.
   ops::DeltaRuleInput rule_input(const Branches& branches) const;
   Flow<ops::DeltaRuleResult> attend(Trace& trace, ops::DeltaRuleInput in, bool later_step) const;
-  void check_carried(const TextContext& context) const;
   Offered offered(Trace& trace, Site site) const;
 
   LinearAttentionConfig config_;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "core/ops/precision.h"
 
 namespace vlscope {
 namespace {
@@ -68,9 +69,8 @@ Flow<Routing> Router::operator()(Trace& trace, at::Tensor x) const {
   at::Tensor logits = at::linear(x, weight_);
   x = at::Tensor();
   co_await trace.at(router_logits, logits);
-  // float64 stays what it is: the reference's cast is there for half precision.
-  const at::ScalarType precise = logits.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  auto [largest, indices] = at::topk(at::softmax(logits, -1, precise), top_k_, -1);
+  const at::Tensor shares = at::softmax(logits, -1, ops::precise(logits.scalar_type()));
+  auto [largest, indices] = at::topk(shares, top_k_, -1);
   Routing routing;
   routing.weights = (largest / largest.sum(-1, /*keepdim=*/true)).to(logits.scalar_type());
   // The backward pass of top-k keeps the indices; an edit must not reach those.

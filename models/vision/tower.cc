@@ -16,8 +16,8 @@ namespace {
 
 /// Rotates in float32 and returns the dtype of `x`. `x` is `[patches, heads, head_dim]`.
 at::Tensor rotate_precisely(const at::Tensor& x, const VisionContext& context) {
-  const at::ScalarType precise = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return ops::rotate(x.to(precise), context.cos.unsqueeze(-2), context.sin.unsqueeze(-2))
+  return ops::rotate(x.to(ops::precise(x.scalar_type())), context.cos.unsqueeze(-2),
+                     context.sin.unsqueeze(-2))
       .to(x.scalar_type());
 }
 

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/ops/precision.h"
 #include "models/layers.h"
 #include "models/recording.h"
 #include "models/vision/layout.h"
@@ -40,9 +41,7 @@ inline std::int64_t block_area(const VisionConfig& config) {
 
 /// A stream that has been read and will be offered again. A graph keeps what its operations have
 /// read, so an edit from here on goes to a tensor of its own.
-inline at::Tensor beyond_its_reader(const at::Tensor& x) {
-  return x.requires_grad() ? x.clone() : x;
-}
+inline at::Tensor beyond_its_reader(const at::Tensor& x) { return ops::apart_from_graph(x); }
 
 /// What every block of the tower reads besides the stream. Cheap to copy: tensors are shared.
 struct VisionContext {
