@@ -179,7 +179,10 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
                      inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw,
                      inputs.second_per_grid_ts};
   if (const auto& recorded = inputs.replay.from) {
-    for (const at::Tensor& tensor : recorded->tensors()) options.foreign.push_back(tensor);
+    // Streams are copied where a block begins, keys and values where they are joined.
+    options.foreign.push_back(recorded->vision.merged);
+    const std::vector<at::Tensor>& levels = recorded->vision.deepstack;
+    options.foreign.insert(options.foreign.end(), levels.begin(), levels.end());
   }
   inputs = checked(std::move(inputs), config());
   return std::make_unique<Trace>(

@@ -197,6 +197,21 @@ def test_a_generation_from_a_recording_is_that_of_its_prompt(vlscope_model, inpu
     assert torch.equal(edited({"prompt": recording}), edited(given))
 
 
+def test_an_edited_state_does_not_reach_the_recording(vlscope_model, inputs):
+    model, given = vlscope_model("hybrid"), inputs("hybrid", "text")
+    recording = model.record(**given, keys=True)
+
+    def edited(**prompt):
+        with model.generate(max_new_tokens=3, eos_token_id=[], **prompt) as tracer:
+            for _ in tracer.iter[1]:
+                model.layers[0].linear_attn.state_input.mul_(0.5)
+            return model.logits.clone()
+
+    expected = edited(**given)
+    for _ in range(2):
+        assert torch.equal(edited(prompt=recording), expected)
+
+
 # --- files ------------------------------------------------------------------------------------------------------
 
 
