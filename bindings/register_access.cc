@@ -116,6 +116,13 @@ Running running_at(const ModuleObject& module, int site) {
   throw std::logic_error("a trace was found open that was not open");
 }
 
+/// What a slower way to a site begins with: None if no trace is open.
+py::object tracer_at(const py::handle& module, int site) {
+  if (!PyObject_TypeCheck(module.ptr(), module_type)) throw py::type_error("give a module");
+  Running found = running_at(*reinterpret_cast<ModuleObject*>(module.ptr()), site);
+  return found.trace ? std::move(found.tracer) : py::object(py::none());
+}
+
 PyObject* read(PyObject* module, int site) {
   const auto [trace, core, tracer] = running_at(*reinterpret_cast<ModuleObject*>(module), site);
   if (!trace) refuse(module, site);
@@ -285,6 +292,8 @@ void register_access(py::module_& module) {
   module.attr("Accessor") =
       py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(make_accessor_type()));
   module.attr("OPEN") = py::handle(open_tracers);
+  module.def("tracer_at", &tracer_at, py::arg("module"), py::arg("site"),
+             "The open tracer that a site of a module belongs to, or None.");
 }
 
 }  // namespace vlscope

@@ -101,6 +101,8 @@ class Accessor:
 
 OPEN: Any
 
+def tracer_at(module: ModuleBase, site: int) -> Any: ...
+
 class Model:
     loaded: bool
     dtype: torch.dtype

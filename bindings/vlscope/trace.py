@@ -16,6 +16,8 @@ from .sites import expand
 from .tree import KINDS, OPEN, Module, Tensors, plant
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from .model import StandardizedTransformer
 
 __all__ = ["InvokeTracer", "Saved", "Session", "StepsSaved", "StopTrace", "Tracer", "save"]
@@ -43,9 +45,13 @@ class Saved(Mapping[str, Any]):
         if any(value is kept for kept in self._kept()):
             return
         if site is None:
-            site = f"saved.{self._unnamed}"
+            self._items[f"saved.{self._unnamed}"] = value
             self._unnamed += 1
-        elif site in self._items:
+        else:
+            self._put(site, value)
+
+    def _put(self, site: str, value: Any) -> None:
+        if site in self._items:
             # Assigned anew since: both were saved, and both are kept.
             site = next(name for n in itertools.count(2) if (name := f"{site}#{n}") not in self._items)
         self._items[site] = value
@@ -73,13 +79,8 @@ class Saved(Mapping[str, Any]):
 class StepsSaved(Saved):
     """What a generation has saved: for each site the values of the steps, in their order."""
 
-    def _keep(self, site: str | None, value: Any) -> None:
-        if any(value is kept for kept in self._kept()):
-            return
-        if site is None:
-            super()._keep(None, value)
-        else:
-            self._items.setdefault(site, []).append(value)
+    def _put(self, site: str, value: Any) -> None:
+        self._items.setdefault(site, []).append(value)
 
     def _kept(self) -> Iterator[Any]:
         for kept in self._items.values():
@@ -105,9 +106,16 @@ def _release_views(saved: Saved) -> None:
 
 
 class _Block:
-    """What both kinds of tracer share: the saved values, and ending the block."""
+    """What tracers and sessions share: a block that `stop` ends."""
 
     saved: Saved
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
+        """True, which ends the matter, where the block was left by its own `stop`."""
+        return isinstance(error, StopTrace) and error.tracer is self
 
     def stop(self) -> NoReturn:
         """End the block here: nothing further is computed, what was saved stays."""
@@ -157,7 +165,7 @@ class Tracer(_core.TracerBase, _Block):
         tracers = OPEN.get()
         innermost = tracers and tracers[-1] is self
         OPEN.set(tracers[:-1] if innermost else tuple(tracer for tracer in tracers if tracer is not self))
-        stopped = isinstance(error, StopTrace) and error.tracer is self
+        stopped = _Block.__exit__(self, kind, error, traceback)
         try:
             if error is None:
                 self._complete()
@@ -263,12 +271,6 @@ class Session(_Block):
     `session.stop()` leaves the block from wherever it is called.
     """
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
-        return isinstance(error, StopTrace) and error.tracer is self
-
 
 class InvokeTracer(_Block):
     """Several forwards in one block: `with model.trace() as tracer: with tracer.invoke(prompt): ...`
@@ -305,12 +307,6 @@ class InvokeTracer(_Block):
     def _gather(self, tracer: Tracer) -> None:
         for site, value in tracer.saved.items():
             self.saved._keep(f"invokes.{self.invokes.index(tracer)}.{site}", value)
-
-    def __enter__(self) -> InvokeTracer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> bool:
-        return isinstance(error, StopTrace) and error.tracer is self
 
 
 def save(value: T) -> T:

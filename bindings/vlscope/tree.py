@@ -181,14 +181,12 @@ class Module(_core.ModuleBase):
     # --- reading and writing ---
 
     def _open(self, site: int) -> Tracer:
-        """The open tracer that a read of `site` belongs to: the bound one, else the innermost of the model."""
-        candidates = reversed(OPEN.get()) if self._tracer is None else (self._tracer,)
-        for tracer in candidates:
-            if tracer._model is self._model and tracer._core is not None:
-                if tracer._armed:
-                    tracer._visit(self._model._core.order_of(site))
-                return tracer
-        raise self._refusal(site)
+        """The open tracer that a read of `site` belongs to: the bound one, else the innermost of the model;
+        after what it has to do by itself up to there."""
+        tracer: Tracer | None = _core.tracer_at(self, site)
+        if tracer is None:
+            raise self._refusal(site)
+        return tracer
 
     def _refusal(self, site: int) -> Exception:
         """Why a value cannot be had outside a trace."""
