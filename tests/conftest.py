@@ -1,6 +1,8 @@
 """Checkpoints and models that the whole suite shares. transformers is imported once, by whoever needs it first."""
 
 import functools
+import json
+import shutil
 
 import pytest
 import torch
@@ -38,7 +40,6 @@ def reference_model(checkpoint):
 @pytest.fixture(scope="session")
 def inputs(checkpoint):
     """inputs(name, case): the tensors of a case for a checkpoint."""
-    import json
 
     @functools.cache
     def make(name, case):
@@ -66,3 +67,27 @@ def vlscope_model(checkpoint):
     import vlscope
 
     return functools.cache(lambda name, attention="sdpa": vlscope.load(checkpoint(name), attn_implementation=attention))
+
+
+@pytest.fixture(scope="session")
+def processor_folder(tmp_path_factory):
+    """processor_folder(file, **settings): the built-in model's processor files, `file` with changed settings."""
+
+    def make(file, **settings):
+        folder = tmp_path_factory.mktemp("processor")
+        for path in tiny.DEMO.iterdir():
+            if path.suffix != ".safetensors":
+                shutil.copy(path, folder)
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(config | settings))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def auto():
+    """auto(folder): transformers' processor."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained

@@ -1,12 +1,12 @@
 """The processor equals transformers' AutoProcessor bit for bit, and refuses what would go wrong in silence."""
 
 import base64
+import functools
 import io
 import json
 import os
 import pickle
 import random
-import shutil
 import subprocess
 import sys
 
@@ -17,7 +17,6 @@ import pytest
 import torch
 from PIL import Image
 
-import tiny
 from vlscope import _core
 from vlscope.errors import CheckpointNotFound, ConfigError, InputError
 from vlscope.processing import Processor
@@ -75,27 +74,9 @@ def png(image):
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
+def folder(processor_folder):
     """folder(**settings): the built-in model's processor files with changed image settings."""
-
-    def make(**settings):
-        path = tmp_path_factory.mktemp("processor")
-        for file in tiny.DEMO.iterdir():
-            if file.suffix != ".safetensors":
-                shutil.copy(file, path)
-        config = json.loads((path / "preprocessor_config.json").read_text())
-        (path / "preprocessor_config.json").write_text(json.dumps(config | settings))
-        return path
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def auto():
-    """auto(folder): transformers' processor."""
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained
+    return functools.partial(processor_folder, "preprocessor_config.json")
 
 
 @pytest.fixture(scope="session")

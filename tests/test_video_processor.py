@@ -1,10 +1,9 @@
 """Videos through the processor equal transformers' AutoProcessor bit for bit, and what would go wrong is refused."""
 
-import json
+import functools
 import logging
 import os
 import random
-import shutil
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from PIL import Image
 
-import tiny
 from vlscope import _core
 from vlscope.errors import ConfigError, InputError
 from vlscope.processing import Processor, VideoSettings
@@ -32,27 +30,9 @@ def pictures(count, height=48, width=64, seed=0):
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
+def folder(processor_folder):
     """folder(**settings): the built-in model's processor files with changed video settings."""
-
-    def make(**settings):
-        path = tmp_path_factory.mktemp("processor")
-        for file in tiny.DEMO.iterdir():
-            if file.suffix != ".safetensors":
-                shutil.copy(file, path)
-        config = json.loads((path / "video_preprocessor_config.json").read_text())
-        (path / "video_preprocessor_config.json").write_text(json.dumps(config | settings))
-        return path
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def auto():
-    """auto(folder): transformers' processor."""
-    from transformers import AutoProcessor
-
-    return AutoProcessor.from_pretrained
+    return functools.partial(processor_folder, "video_preprocessor_config.json")
 
 
 @pytest.fixture(scope="session")

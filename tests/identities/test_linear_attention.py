@@ -18,16 +18,6 @@ def name(request):
     return request.param
 
 
-@pytest.fixture(params=["eager", "sdpa"])
-def attention(request):
-    return request.param
-
-
-@pytest.fixture
-def model(name, attention, vlscope_model):
-    return vlscope_model(name, attention)
-
-
 @pytest.fixture
 def text(name, inputs):
     return inputs(name, "text")
