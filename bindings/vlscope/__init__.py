@@ -24,6 +24,7 @@ from .errors import (
     LateEditError,
     NotReachedError,
     OutOfOrderError,
+    TokenizationError,
     Unavailable,
     UnknownSite,
     UnsupportedFamily,
@@ -60,6 +61,7 @@ __all__ = [
     "Session",
     "StandardizedTransformer",
     "Tensors",
+    "TokenizationError",
     "Tracer",
     "Unavailable",
     "UnknownSite",
@@ -73,7 +75,7 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = ("demo", "patching", "processing", "printing")  # imported when first used: they cost start-up time
+_LAZY = ("demo", "interventions", "patching", "processing", "printing", "prompts")  # imported when first used: they cost start-up time
 
 
 def __getattr__(name: str) -> Any:

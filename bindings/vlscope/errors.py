@@ -10,6 +10,7 @@ __all__ = [
     "LateEditError",
     "NotReachedError",
     "OutOfOrderError",
+    "TokenizationError",
     "Unavailable",
     "UnknownSite",
     "UnsupportedFamily",
@@ -39,6 +40,10 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 class InputError(VlscopeError, ValueError):
     """Token ids, masks, grids, pixels, images or a written value do not fit."""
+
+
+class TokenizationError(InputError):
+    """A word has no first token that is its own."""
 
 
 class UnknownSite(InputError, KeyError):
