@@ -23,12 +23,14 @@ from .errors import (
     InputError,
     LateEditError,
     NotReachedError,
+    OutOfMemory,
     OutOfOrderError,
     Unavailable,
     UnknownSite,
     UnsupportedFamily,
     VlscopeError,
 )
+from .estimates import estimate
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
 from .model import StandardizedTransformer, load, weight_counts
@@ -51,6 +53,7 @@ __all__ = [
     "Module",
     "ModuleList",
     "NotReachedError",
+    "OutOfMemory",
     "OutOfOrderError",
     "PromptRows",
     "Record",
@@ -66,6 +69,7 @@ __all__ = [
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
+    "estimate",
     "layouts",
     "load",
     "save",
