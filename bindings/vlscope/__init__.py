@@ -12,9 +12,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch as _torch  # noqa: F401  (its libraries have to be loaded before the extension)
-
-from . import layouts, sites
+from . import (
+    _build,  # noqa: F401, I001  (first: it loads torch and the engine, or says why not)
+    layouts,
+    sites,
+)
 from .edits import Edit
 from .errors import (
     CheckpointError,

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["estimate"]
 
 
-def estimate(
-    model: StandardizedTransformer, prompt: Any, sites: str | Iterable[str], **inputs: Any
-) -> dict[str, int]:
+def estimate(model: StandardizedTransformer, prompt: Any, sites: str | Iterable[str], **inputs: Any) -> dict[str, int]:
     """The bytes that each value of `sites` takes if it is saved in a trace of this input, by site.
 
     `sites` are patterns, `prompt` and `inputs` what `model.trace` takes. Nothing is computed and no weight

@@ -137,6 +137,12 @@ class ModuleList(Sequence["Module"]):
         self._path = path
         self._items: list[Module] = []
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._path} belongs to a loaded model and cannot be copied or pickled: load the model again by "
+            "vlscope.load(path)."
+        )
+
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._items[index]

@@ -268,7 +268,9 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
         for choice in (range(length) if plan.positions is None else plan.positions)
     ]
     if () in columns:
-        raise InputError(f"column {columns.index(())} of positions selects none of the {length} {axis}: nothing to patch")
+        raise InputError(
+            f"column {columns.index(())} of positions selects none of the {length} {axis}: nothing to patch"
+        )
     corrupted = plan.measure.run(model, run)
     values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
     recorded = model.record(**run)
