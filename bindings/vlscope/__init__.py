@@ -81,7 +81,8 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = ("demo", "interventions", "patching", "processing", "printing", "prompts")  # imported when first used: they cost start-up time
+#: Imported when first used: they cost start-up time.
+_LAZY = ("demo", "interventions", "patching", "processing", "printing", "prompts")
 
 
 def __getattr__(name: str) -> Any:

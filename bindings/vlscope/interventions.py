@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .errors import InputError
-from .index_maps import prompt_rows
+from .index_maps import PromptRows, prompt_rows
+from .model import StandardizedTransformer
 from .prompts import encode_batch
-
-if TYPE_CHECKING:
-    from .model import StandardizedTransformer
 
 __all__ = [
     "TargetPrompt",
@@ -120,7 +118,7 @@ def repeat_prompt(
 
 
 def it_repeat_prompt(
-    processor: Any,
+    tokenizer: Any,
     words: Sequence[str] | None = None,
     rel: str = " ",
     sep: str = "\n",
@@ -132,13 +130,19 @@ def it_repeat_prompt(
     """`repeat_prompt` in the turns of the chat template, for models tuned to instructions.
 
     Args:
-        processor: a model, or what has an `apply_chat_template`: a processor, or a tokenizer of transformers.
+        tokenizer: a model, or what has an `apply_chat_template`: a processor, or a tokenizer of transformers.
         complete_prompt: have the assistant's turn begin with the repeated words, up to the
             placeholder; else it is left empty, and its opening is patched.
         add_user_instr: give the task in a user turn of its own, which the assistant accepts; else in
             the system turn, or without one before the words.
         use_system_prompt: begin with a system turn.
+
+    Raises:
+        InputError: for what has no chat template, as the tokenizer alone.
     """
+    template = tokenizer._light_processor() if isinstance(tokenizer, StandardizedTransformer) else tokenizer
+    if not hasattr(template, "apply_chat_template"):
+        raise InputError(f"{type(template).__name__} has no chat template: give the model, or its processor")
     words_to_repeat = repeat_prompt(words, rel, sep, placeholder).prompt
     task = "You are given lists of words. Say which word comes next, and say nothing else."
     chat: list[tuple[str, str]] = []
@@ -149,8 +153,7 @@ def it_repeat_prompt(
     else:
         chat.append(("user", words_to_repeat if use_system_prompt else f"{task}\n{words_to_repeat}"))
     messages = [{"role": role, "content": text} for role, text in chat]
-    apply = getattr(processor, "processor", processor).apply_chat_template
-    text = apply(messages, tokenize=False, add_generation_prompt=True)
+    text = template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return TargetPrompt(text + words_to_repeat if complete_prompt else text, -1)
 
 
@@ -196,10 +199,9 @@ def patchscope_lens(
         states = _checked_latents(nn_model, latents, blocks, inputs)
     targets = _targets(target_patch_prompts, states.shape[1])
     batch = encode_batch(nn_model, [target.prompt for target in targets])
-    places = torch.cat(
-        [_place(row, target.index_to_patch) for row, target in zip(prompt_rows(nn_model, batch), targets)]
-    )
-    rows, recorded = torch.arange(len(targets)), nn_model.record(**batch)
+    each = zip(prompt_rows(nn_model, batch), targets, strict=True)
+    places = torch.stack([_place(row, target.index_to_patch) for row, target in each])
+    rows, recorded = torch.arange(len(targets)), nn_model.record(batch)
     found = []
     for block, state in _shown(list(zip(blocks, states, strict=True)), progress):
         with nn_model.trace(recorded):
@@ -250,7 +252,7 @@ def patchscope_generate(
             own = states[:, start : start + max_batch_size]
             batch = encode_batch(nn_model, [target.prompt] * own.shape[1])
             places = _places(nn_model, batch, target.index_to_patch)
-            rows, recorded = torch.arange(len(places)), nn_model.record(**batch, keys=True)
+            rows, recorded = torch.arange(len(places)), nn_model.record(batch, keys=True)
             for block, state in zip(blocks, own, strict=True):
                 with nn_model.generate(recorded, max_new_tokens=max_length) as tracer:
                     stream = nn_model.layers[block].layer_output
@@ -295,7 +297,7 @@ def patch_object_attn_lens(
             "for each target, or one for all"
         )
     states = _states(nn_model, sources, blocks, -1, lambda block: _mixer(nn_model, block).input)
-    rows, recorded = torch.arange(len(places)), nn_model.record(**batch)
+    rows, recorded = torch.arange(len(places)), nn_model.record(batch)
     found = []
     for first in _shown(blocks, progress):
         with nn_model.trace(recorded):
@@ -325,15 +327,16 @@ def _blocks(model: StandardizedTransformer, layers: Layers) -> list[int]:
 def _places(model: StandardizedTransformer, batch: Batch, positions: int | Sequence[int]) -> torch.Tensor:
     """The places in the padded rows of positions that count in each prompt: [prompts], or [prompts,
     positions] for several."""
-    each = [_place(row, positions) for row in prompt_rows(model, batch)]
-    return torch.stack(each) if isinstance(positions, Iterable) else torch.cat(each)
+    return torch.stack([_place(row, positions) for row in prompt_rows(model, batch)])
 
 
-def _place(row: Any, positions: int | Sequence[int]) -> torch.Tensor:
-    """[positions], where they lie in the padded row of a prompt."""
-    wanted = torch.as_tensor(positions).reshape(-1)
+def _place(row: PromptRows, positions: int | Sequence[int]) -> torch.Tensor:
+    """Where positions of a prompt lie in its padded row, in their shape."""
+    wanted = torch.as_tensor(positions)
+    if wanted.dtype != torch.long or wanted.ndim > 1 or not wanted.numel():
+        raise InputError(f"position {positions!r}: give an integer, or several")
     count = row.tokens.stop - row.tokens.start
-    for position in wanted.tolist():
+    for position in wanted.reshape(-1).tolist():
         if not -count <= position < count:
             raise InputError(
                 f"position {position} of prompt {row.index}: it has {count} tokens, 0 to {count - 1}, or -{count} to -1"
@@ -377,6 +380,9 @@ def _targets(given: TargetPrompt | Sequence[TargetPrompt] | None, count: int) ->
     if given is None or isinstance(given, TargetPrompt):
         return [given or repeat_prompt()] * count
     targets = list(given)
+    for target in targets:
+        if not isinstance(target, TargetPrompt):
+            raise InputError(f"a target is a TargetPrompt(prompt, index_to_patch); got {type(target).__name__}")
     if len(targets) != count:
         raise InputError(f"there are {count} sources and {len(targets)} target prompts: give one for each, or one")
     return targets

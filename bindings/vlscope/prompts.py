@@ -47,10 +47,12 @@ def get_first_tokens(words: str | Sequence[str], llm_or_tokenizer: Any) -> list[
             that begins with that token.
 
     Raises:
-        TokenizationError: a word without tokens, or a tokenizer that gives a word and the word behind
+        TokenizationError: no words, a word without tokens, or a tokenizer that gives a word and the word behind
             a space the same first token.
     """
     tokenizer = getattr(llm_or_tokenizer, "tokenizer", llm_or_tokenizer)
+    if not words:
+        raise TokenizationError("there are no words: give one or more")
     found: dict[int, None] = {}
     cut: list[str] = []
     for word in [words] if isinstance(words, str) else words:
@@ -136,14 +138,16 @@ class Prompt:
             [prompts, layers] each, or [prompts] of one layer.
         """
         _check_probs(probs)
-        sums = {target: probs[..., list(dict.fromkeys(ids))].sum(-1).cpu() for target, ids in self.target_tokens.items()}
+        tokens = {target: list(dict.fromkeys(ids)) for target, ids in self.target_tokens.items()}
+        sums = {target: probs[..., ids].sum(-1).cpu() for target, ids in tokens.items()}
         return sums if layer is None else {target: found[:, layer] for target, found in sums.items()}
 
     @torch.no_grad()
     def run(
         self, nn_model: StandardizedTransformer, get_probs: Callable[[StandardizedTransformer, Any], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """The targets' probabilities, [1, layers] each, in what `get_probs(model, prompt)` gives, such as `logit_lens`."""
+        """The targets' probabilities, [1, layers] each, in what `get_probs(model, prompt)` gives; `logit_lens`
+        is such a function."""
         return self.get_target_probs(get_probs(nn_model, self.prompt))
 
 
