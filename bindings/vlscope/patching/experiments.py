@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..errors import InputError, NotReachedError
 from ..sites import dims, expand, expand_below, read, write
+from ..trace import save
 from .donors import Prompt, collect, encoded
-from .edits import Replacement, Selection, axis_of, fitting, one_tensor, replace, selected
+from .edits import Replacement, Selection, axis_of, fitting, matching, parts_of, put, read_parts, selected
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
+    from ..recording import Recording
 
 Metric = Callable[[torch.Tensor], Any] | Sequence[Any]
 
@@ -39,8 +41,10 @@ class Cells:
         sites: the site of each row.
         layers: the block of each row; None for a site outside the blocks.
         positions: the indices that each column stands for, along `axis`.
-        axis: the axis that the columns run along: "seq", "patches", "image_tokens", "heads", ...
-        tokens: the text of each column's tokens; along other axes their indices.
+        axis: the axis that the columns run along: "seq", "patches", "image_tokens", "heads", ...; its number
+            where it was given by that.
+        tokens: the text of each column's tokens; their indices along other axes, and where the prompts
+            of a batch differ.
         corrupted: the metric of the run without a change.
         clean: the metric of the run that the values came from; None where no single run is that.
     """
@@ -75,7 +79,7 @@ def sweep(
     positions: Sequence[Selection] | None = None,
     *,
     metric: Metric,
-    axis: str | None = None,
+    axis: str | int | None = None,
     progress: bool = True,
 ) -> Cells:
     """Activation patching: the corrupted prompt is run once for each site and position, with the
@@ -90,7 +94,7 @@ def sweep(
         positions: the columns, each an index, a slice or a list of indices that are patched
             together; each position by itself if not given.
         axis: the axis of the value that `positions` run along: by default that of the tokens or
-            patches; "heads" patches head by head.
+            patches; "heads" patches head by head. Of a native site whose axes have no names, its number.
         progress: a progress bar on a terminal.
 
     Returns:
@@ -101,7 +105,7 @@ def sweep(
     """
     source, target = encoded(model, clean), encoded(model, corrupted)
     _check_alignment(source, target)
-    measure = _metric(model, metric)
+    measure = _metric(model, metric, target)
     sites = expand_below(model, site, layers)
     values = collect(model, source, sites)
     cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, progress))
@@ -117,15 +121,16 @@ def ablate(
     positions: Sequence[Selection] | None = None,
     *,
     metric: Metric,
-    axis: str | None = None,
+    axis: str | int | None = None,
     progress: bool = True,
 ) -> Cells:
     """Ablation of each site and position in turn; `by` says what is put there: `zero`, `noise(...)`,
     the values of `mean(...)` or `resample(...)`, any mapping from sites to tensors, or a function
     of the value and its site. The other arguments are those of `sweep`.
     """
-    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric), progress)
-    return _run_cells(model, encoded(model, prompt), by, plan)
+    run = encoded(model, prompt)
+    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric, run), progress)
+    return _run_cells(model, run, by, plan)
 
 
 def attribution(
@@ -136,7 +141,7 @@ def attribution(
     layers: int | Sequence[int] | None = None,
     *,
     metric: Metric,
-    axis: str | None = None,
+    axis: str | int | None = None,
 ) -> Cells:
     """Attribution patching: for every site and position, the first-order estimate of what `sweep`
     would change, from one forward of each prompt and one backward of the corrupted one:
@@ -149,25 +154,43 @@ def attribution(
     """
     source, target = encoded(model, clean), encoded(model, corrupted)
     _check_alignment(source, target)
-    measure = _metric(model, metric)
+    measure = _metric(model, metric, target)
     sites = expand_below(model, site, layers)
-    where, shape = _layout(model, target, sites, axis)
-    values = collect(model, source, sites)
+    columns = _columns(model, target, sites, axis)
+    with torch.no_grad(), model.trace(**source, **measure.needs):
+        values = {name: read_parts(model, name) for name in sites}
+        reached = measure.of(model.logits).item()
     with torch.enable_grad(), model.trace(**target, **measure.needs):
-        served = []
-        for name in sites:
-            value = read(model, name)
-            served.append(value if value.requires_grad else value.requires_grad_())
+        served = {name: [_with_grad(part) for part in read_parts(model, name)] for name in sites}
         score = measure.of(model.logits)
-        gradients = torch.autograd.grad(score, served, allow_unused=True)
+        parts = [part for name in sites for part in served[name]]
+        gradients = iter(torch.autograd.grad(score, parts, allow_unused=True))
     rows = []
-    for name, value, gradient in zip(sites, served, gradients, strict=True):
-        donor = fitting(values[name], value, name)
-        effect = torch.zeros_like(value) if gradient is None else (donor - value.detach()) * gradient
-        rows.append(effect.sum([k for k in range(effect.ndim) if k != where]))
-    columns = [(index,) for index in range(shape[where])]
-    labels = _labels(model, target, sites, columns, dims(model, sites[0])[where])
-    return Cells(torch.stack(rows).cpu(), corrupted=score.item(), clean=measure.run(model, source), **labels)
+    for name in sites:
+        donors = matching(values[name], served[name], name)
+        effects = [
+            _first_order(fitting(donor, part, name), part, next(gradients), columns.where)
+            for donor, part in zip(donors, served[name], strict=True)
+        ]
+        rows.append(torch.stack(effects).sum(0))
+        if len(rows[-1]) != columns.length:
+            raise InputError(
+                f"{name} holds the last position alone where the metric is a pair of tokens: give a function of the "
+                "logits"
+            )
+    each = [(index,) for index in range(columns.length)]
+    labels = _labels(model, target, sites, each, columns.name)
+    return Cells(torch.stack(rows).cpu(), corrupted=score.item(), clean=reached, **labels)
+
+
+def _with_grad(value: torch.Tensor) -> torch.Tensor:
+    return value if value.requires_grad else value.requires_grad_()
+
+
+def _first_order(donor: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor | None, where: int) -> torch.Tensor:
+    """The estimated effect along one axis; zero where the metric does not depend on the value."""
+    effect = torch.zeros_like(value) if gradient is None else (donor - value.detach()) * gradient
+    return effect.sum([k for k in range(effect.ndim) if k != where])
 
 
 def path(
@@ -178,8 +201,8 @@ def path(
     receivers: str | Sequence[str],
     *,
     metric: Metric,
-    sender_at: Mapping[str, Selection] | None = None,
-    receiver_at: Mapping[str, Selection] | None = None,
+    sender_at: Mapping[str | int, Selection] | None = None,
+    receiver_at: Mapping[str | int, Selection] | None = None,
     freeze: Sequence[str] | None = None,
 ) -> float:
     """Path patching: the metric of the corrupted run when only the paths from `sender` to `receivers`
@@ -202,7 +225,7 @@ def path(
         sender: one site.
         receivers: sites or patterns; all are replaced together.
         sender_at, receiver_at: the part of the values that is patched, by axis, as in `replace`:
-            `{"heads": 3}`, `{"seq": -1}`. All of it by default.
+            `{"heads": 3}`, `{"seq": -1}`; an axis may go by its number. All of it by default.
 
     Raises:
         InputError: prompts that do not align; a receiver that comes before the sender.
@@ -215,21 +238,28 @@ def path(
     sender = senders[0]
     if model.order(targets[0]) < model.order(sender):
         raise InputError(f"{targets[0]} comes before {sender} in the forward: no path leads there")
+    measure = _metric(model, metric, target)
     held = _between(model, target, sender, targets[-1], freeze)
-    donor, base = collect(model, source, sender), collect(model, target, held)
-    noted: dict[str, torch.Tensor] = {}
-    measure = _metric(model, metric)
-    with torch.no_grad(), model.trace(**target, **measure.needs):
-        replace(model, sender, donor, **(sender_at or {}))
+    donor, recorded = collect(model, source, sender), model.record(target)
+    base = _collect_from(model, recorded, held)
+    noted: dict[str, Any] = {}
+    with torch.no_grad(), model.trace(recorded, **measure.needs):
+        put(model, sender, donor, sender_at or {})
         for site in expand(model, [*targets, *held]):
             if site in targets:
-                noted[site] = read(model, site).clone()
+                noted[site] = tuple(part.clone() for part in read_parts(model, site))
             if site in held:
                 write(model, site, base[site])
-    with torch.no_grad(), model.trace(**target, **measure.needs):
+    with torch.no_grad(), model.trace(recorded, **measure.needs):
         for site in targets:
-            replace(model, site, noted, **(receiver_at or {}))
+            put(model, site, noted, receiver_at or {})
         return measure.of(model.logits).item()
+
+
+def _collect_from(model: StandardizedTransformer, recorded: Recording, sites: Sequence[str]) -> dict[str, Any]:
+    """`collect` from a recording, which need not run what comes before the first of the sites."""
+    with torch.no_grad(), model.trace(recorded):
+        return {name: save(read(model, name)) for name in sites}
 
 
 def _between(
@@ -252,7 +282,7 @@ class _Plan:
 
     sites: list[str]
     positions: Sequence[Selection] | None
-    axis: str | None
+    axis: str | int | None
     measure: _Measure
     progress: bool
 
@@ -261,15 +291,14 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     """The metric of `run` with one site and position replaced at a time."""
     from tqdm import tqdm
 
-    where, shape = _layout(model, run, plan.sites, plan.axis)
-    axis, length = dims(model, plan.sites[0])[where], shape[where]
+    along = _columns(model, run, plan.sites, plan.axis)
     columns = [
-        tuple(selected(choice, length, axis, plan.sites[0]).nonzero().flatten().tolist())
-        for choice in (range(length) if plan.positions is None else plan.positions)
+        tuple(selected(choice, along.length, along.name, plan.sites[0]).nonzero().flatten().tolist())
+        for choice in (range(along.length) if plan.positions is None else plan.positions)
     ]
     if () in columns:
         raise InputError(
-            f"column {columns.index(())} of positions selects none of the {length} {axis}: nothing to patch"
+            f"column {columns.index(())} of positions selects none of the {along.length} {along.name}: nothing to patch"
         )
     corrupted = plan.measure.run(model, run)
     values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
@@ -279,14 +308,16 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
         for row, site in enumerate(plan.sites):
             for column, indices in enumerate(columns):
                 with model.trace(recorded, **plan.measure.needs):
-                    replace(model, site, by, **{axis: indices})
+                    put(model, site, by, {along.where: indices})
                     values[row, column] = plan.measure.of(model.logits)
                 bar.update()
-    return Cells(values, corrupted=corrupted, clean=None, **_labels(model, run, plan.sites, columns, axis))
+    return Cells(values, corrupted=corrupted, clean=None, **_labels(model, run, plan.sites, columns, along.name))
 
 
 def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    lengths = [run["input_ids"].shape[1] for run in (clean, corrupted)]
+    counts, lengths = zip(*(run["input_ids"].shape for run in (clean, corrupted)), strict=True)
+    if counts[0] != counts[1]:
+        raise InputError(f"there are {counts[0]} clean prompts and {counts[1]} corrupted ones: give one for each")
     if lengths[0] != lengths[1]:
         raise InputError(
             f"the clean prompt has {lengths[0]} tokens and the corrupted one {lengths[1]}: positions stand for each "
@@ -314,13 +345,25 @@ class _Measure:
             return self.of(model.logits).item()
 
 
-def _metric(model: StandardizedTransformer, metric: Metric) -> _Measure:
+def _metric(model: StandardizedTransformer, metric: Metric, run: Mapping[str, Any]) -> _Measure:
+    """The metric of a run's logits: pairs of tokens are averaged over its prompts."""
     if callable(metric):
         return _Measure(metric, {})
-    if isinstance(metric, str) or len(metric) != 2:
-        raise InputError(f"metric is {metric!r}; give a function of the logits, or two tokens")
-    first, second = (_token(model, token) for token in metric)
-    return _Measure(lambda logits: logits[0, -1, first] - logits[0, -1, second], {"logits_to_keep": 1})
+    count = len(run["input_ids"])
+    several = not isinstance(metric, str) and any(isinstance(item, (tuple, list)) for item in metric)
+    pairs = list(metric) if several else [metric] * count
+    for pair in pairs:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise InputError(f"metric is {metric!r}; give a function of the logits, or two tokens")
+    if len(pairs) != count:
+        raise InputError(f"metric is {len(pairs)} pairs of tokens, and there are {count} prompts: give one for each")
+    tokens = torch.tensor([[_token(model, token) for token in pair] for pair in pairs])
+
+    def difference(logits: torch.Tensor) -> torch.Tensor:
+        chosen = logits[:, -1].gather(1, tokens.to(logits.device))
+        return (chosen[:, 0] - chosen[:, 1]).mean()
+
+    return _Measure(difference, {"logits_to_keep": 1})
 
 
 def _token(model: StandardizedTransformer, token: Any) -> int:
@@ -332,19 +375,34 @@ def _token(model: StandardizedTransformer, token: Any) -> int:
     return int(ids[0])
 
 
-def _layout(
-    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], axis: str | None
-) -> tuple[int, torch.Size]:
-    """The axis of the columns, and the shape of the sites' values in a run; found without running."""
-    where = axis_of(dims(model, sites[0]), axis, sites[0])
+class _Columns(NamedTuple):
+    """The axis of sites that the columns of `Cells` run along."""
+
+    where: int
+    length: int
+    name: str
+
+
+def _columns(
+    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], axis: str | int | None
+) -> _Columns:
+    """The columns of sites in a run; found without running."""
     shapes = model.scan(**run)
+    found = []
     for site in sites:
         if site not in shapes:
             raise NotReachedError(f"the forward of this prompt does not come by {site}")
-        other, length = one_tensor(shapes[site], site).shape, shapes[sites[0]].shape[where]
-        if where >= len(other) or other[where] != length or dims(model, site)[where] != dims(model, sites[0])[where]:
-            raise InputError(f"{sites[0]} and {site} differ in their axes: sweep them one after the other")
-    return where, shapes[sites[0]].shape
+        for part in parts_of(shapes[site]):
+            where = axis_of(model, site, axis, part.ndim)
+            name = str(where) if isinstance(axis, int) else dims(model, site)[where]
+            found.append(_Columns(where, part.shape[where], name))
+            if found[-1] != found[0]:
+                both = sites[0] if site == sites[0] else f"{sites[0]} and {site}"
+                raise InputError(
+                    f"{both}: {found[0].length} along {found[0].name} and {found[-1].length} along {name}, which are "
+                    "no columns of one table: take another axis, or one site after the other"
+                )
+    return found[0]
 
 
 def _labels(
@@ -356,10 +414,12 @@ def _labels(
 ) -> dict[str, Any]:
     """What stands at the rows and columns of `Cells`."""
     tokens = [", ".join(map(str, column)) for column in columns]
-    if axis in ("seq", "query") and model.tokenizer is not None:
-        ids = run["input_ids"][0].tolist()
-        texts = [[ids[k] for k in column] for column in columns]
-        tokens = [model.tokenizer.decode(text, skip_special_tokens=False) for text in texts]
+    of_text = axis in ("seq", "query") and not sites[0].startswith("vision.")
+    if of_text and model.tokenizer is not None:
+        ids, alike = run["input_ids"], (run["input_ids"] == run["input_ids"][0]).all(0)
+        for index, column in enumerate(map(list, columns)):
+            if alike[column].all():
+                tokens[index] = model.tokenizer.decode(ids[0, column].tolist(), skip_special_tokens=False)
     blocks = [_BLOCK.search(site) for site in sites]
     layers = tuple(int(block[1]) if block else None for block in blocks)
     return {
