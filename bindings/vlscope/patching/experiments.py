@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from ..errors import InputError, NotReachedError
 from ..sites import dims, expand, expand_below, read, write
+from .affected import Columns, reaches_rows_alone, run_affected, whole
 from .donors import Prompt, collect, encoded
 from .edits import Replacement, Selection, axis_of, fitting, one_tensor, replace, selected
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..model import StandardizedTransformer
 
 Metric = Callable[[torch.Tensor], Any] | Sequence[Any]
+Rows = Literal["all", "affected"]
 
 #: What `path` freezes, where a model has it.
 BRANCHES = (
@@ -43,6 +45,7 @@ class Cells:
         tokens: the text of each column's tokens; along other axes their indices.
         corrupted: the metric of the run without a change.
         clean: the metric of the run that the values came from; None where no single run is that.
+        rows: "all", or "affected" where only the rows that a change reaches were computed.
     """
 
     values: torch.Tensor
@@ -53,6 +56,7 @@ class Cells:
     tokens: tuple[str, ...]
     corrupted: float
     clean: float | None
+    rows: Rows = "all"
 
     @property
     def recovered(self) -> torch.Tensor:
@@ -76,6 +80,7 @@ def sweep(
     *,
     metric: Metric,
     axis: str | None = None,
+    rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
     """Activation patching: the corrupted prompt is run once for each site and position, with the
@@ -91,6 +96,10 @@ def sweep(
             together; each position by itself if not given.
         axis: the axis of the value that `positions` run along: by default that of the tokens or
             patches; "heads" patches head by head.
+        rows: "all" runs every cell by itself and gives the bits of plain traces. "affected" runs the
+            rows that a change reaches, from its position on, many cells in one forward: the same
+            values within 1e-5 in a fraction of the time. Where that cannot be (outside the text
+            blocks, or while the model keeps edits) all rows are run; `Cells.rows` says which it was.
         progress: a progress bar on a terminal.
 
     Returns:
@@ -104,7 +113,7 @@ def sweep(
     measure = _metric(model, metric)
     sites = expand_below(model, site, layers)
     values = collect(model, source, sites)
-    cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, progress))
+    cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, rows, progress))
     return dataclasses.replace(cells, clean=measure.run(model, source))
 
 
@@ -118,13 +127,14 @@ def ablate(
     *,
     metric: Metric,
     axis: str | None = None,
+    rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
     """Ablation of each site and position in turn; `by` says what is put there: `zero`, `noise(...)`,
     the values of `mean(...)` or `resample(...)`, any mapping from sites to tensors, or a function
     of the value and its site. The other arguments are those of `sweep`.
     """
-    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric), progress)
+    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric), rows, progress)
     return _run_cells(model, encoded(model, prompt), by, plan)
 
 
@@ -254,6 +264,7 @@ class _Plan:
     positions: Sequence[Selection] | None
     axis: str | None
     measure: _Measure
+    rows: Rows
     progress: bool
 
 
@@ -261,8 +272,26 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     """The metric of `run` with one site and position replaced at a time."""
     from tqdm import tqdm
 
+    if plan.rows not in ("all", "affected"):
+        raise InputError(f"rows is {plan.rows!r}; give 'all' or 'affected'")
     where, shape = _layout(model, run, plan.sites, plan.axis)
-    axis, length = dims(model, plan.sites[0])[where], shape[where]
+    axis = dims(model, plan.sites[0])[where]
+    columns = Columns(_columns(plan, shape[where], axis), where, axis in ("seq", "query"))
+    corrupted = plan.measure.run(model, run)
+    values = torch.empty(len(plan.sites), len(columns.indices), dtype=torch.float64)
+    affected = plan.rows == "affected" and reaches_rows_alone(model, plan.sites)
+    cells = _affected_cells if affected else _whole_cells
+    quiet = None if plan.progress else True  # None: shown on a terminal
+    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
+        for row, column, value in cells(model, run, by, plan, columns):
+            values[row, column] = value
+            bar.update()
+    labels = _labels(model, run, plan.sites, columns.indices, axis)
+    return Cells(values, corrupted=corrupted, clean=None, rows="affected" if affected else "all", **labels)
+
+
+def _columns(plan: _Plan, length: int, axis: str) -> list[tuple[int, ...]]:
+    """The indices of each column."""
     columns = [
         tuple(selected(choice, length, axis, plan.sites[0]).nonzero().flatten().tolist())
         for choice in (range(length) if plan.positions is None else plan.positions)
@@ -271,18 +300,40 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
         raise InputError(
             f"column {columns.index(())} of positions selects none of the {length} {axis}: nothing to patch"
         )
-    corrupted = plan.measure.run(model, run)
-    values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
+    return columns
+
+
+def _whole_cells(
+    model: StandardizedTransformer, run: Mapping[str, Any], by: Replacement, plan: _Plan, columns: Columns
+) -> Iterator[tuple[int, int, float]]:
+    """Row, column and metric of each cell, in a trace of its own."""
+    axis = dims(model, plan.sites[0])[columns.where]
     recorded = model.record(**run)
-    quiet = None if plan.progress else True  # None: shown on a terminal
-    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
-        for row, site in enumerate(plan.sites):
-            for column, indices in enumerate(columns):
-                with model.trace(recorded, **plan.measure.needs):
-                    replace(model, site, by, **{axis: indices})
-                    values[row, column] = plan.measure.of(model.logits)
-                bar.update()
-    return Cells(values, corrupted=corrupted, clean=None, **_labels(model, run, plan.sites, columns, axis))
+    for row, site in enumerate(plan.sites):
+        for column, indices in enumerate(columns.indices):
+            with model.trace(recorded, **plan.measure.needs):
+                replace(model, site, by, **{axis: indices})
+                value = plan.measure.of(model.logits).item()
+            yield row, column, value
+
+
+def _affected_cells(
+    model: StandardizedTransformer, run: Mapping[str, Any], by: Replacement, plan: _Plan, columns: Columns
+) -> Iterator[tuple[int, int, float]]:
+    """The same from the rows that each change reaches."""
+    shapes = model.scan(**run)
+    recorded = model.record(**run, keys=True)
+    before = None
+    if not plan.measure.needs:  # the metric is given the logits of all positions
+        with model.trace(recorded):
+            before = model.logits
+    for row, site in enumerate(plan.sites):
+        value = by(collect(model, run, [site])[site], site) if callable(by) else by[site]
+        donor = whole(value, shapes[site].shape, site)
+        for column, metric in run_affected(
+            model, recorded, site, donor, columns, plan.measure.of, plan.measure.needs, before
+        ):
+            yield row, column, metric
 
 
 def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
