@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..errors import InputError, NotReachedError
-from ..sites import dims, expand, expand_below, read, write
+from ..errors import InputError
+from ..sites import dims, expand, expand_below, reaches, read, write
 from .affected import Columns, reaches_rows_alone, run_affected, whole
 from .donors import Prompt, collect, encoded
 from .edits import Replacement, Selection, axis_of, fitting, one_tensor, replace, selected
@@ -161,13 +161,14 @@ def attribution(
     _check_alignment(source, target)
     measure = _metric(model, metric)
     sites = expand_below(model, site, layers)
-    where, shape = _layout(model, target, sites, axis)
+    where = _common_axis(model, sites, axis)
     values = collect(model, source, sites)
     with torch.enable_grad(), model.trace(**target, **measure.needs):
         served = []
         for name in sites:
-            value = read(model, name)
+            value = one_tensor(read(model, name), name)
             served.append(value if value.requires_grad else value.requires_grad_())
+        _check_lengths({name: value.shape for name, value in zip(sites, served)}, where)
         score = measure.of(model.logits)
         gradients = torch.autograd.grad(score, served, allow_unused=True)
     rows = []
@@ -175,7 +176,7 @@ def attribution(
         donor = fitting(values[name], value, name)
         effect = torch.zeros_like(value) if gradient is None else (donor - value.detach()) * gradient
         rows.append(effect.sum([k for k in range(effect.ndim) if k != where]))
-    columns = [(index,) for index in range(shape[where])]
+    columns = [(index,) for index in range(served[0].shape[where])]
     labels = _labels(model, target, sites, columns, dims(model, sites[0])[where])
     return Cells(torch.stack(rows).cpu(), corrupted=score.item(), clean=measure.run(model, source), **labels)
 
@@ -247,13 +248,14 @@ def _between(
 ) -> list[str]:
     """The frozen sites after the sender and up to the last receiver that a run comes by."""
     patterns = [name for name in BRANCHES if model.task != "text-generation" or not name.startswith("vision")]
-    reached = model.scan(**run)
     first, end = model.order(sender), model.order(last)
-    return [
+    between = [
         site
         for site in expand(model, patterns if freeze is None else freeze)
-        if site in reached and first < model.order(site) <= end and not sender.startswith(site.rpartition(".")[0] + ".")
+        if first < model.order(site) <= end and not sender.startswith(site.rpartition(".")[0] + ".")
     ]
+    with model.trace(**run) as tracer:  # nothing is computed
+        return [site for site in between if reaches(tracer, site)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,20 +276,21 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
 
     if plan.rows not in ("all", "affected"):
         raise InputError(f"rows is {plan.rows!r}; give 'all' or 'affected'")
-    where, shape = _layout(model, run, plan.sites, plan.axis)
-    axis = dims(model, plan.sites[0])[where]
-    columns = Columns(_columns(plan, shape[where], axis), where, axis in ("seq", "query"))
-    corrupted = plan.measure.run(model, run)
+    where = _common_axis(model, plan.sites, plan.axis)
+    baseline = _baseline(model, run, plan.sites, plan.measure)
+    _check_lengths(baseline.shapes, where)
+    axis, length = dims(model, plan.sites[0])[where], baseline.shapes[plan.sites[0]][where]
+    columns = Columns(_columns(plan, length, axis), where, axis in ("seq", "query"))
     values = torch.empty(len(plan.sites), len(columns.indices), dtype=torch.float64)
     affected = plan.rows == "affected" and reaches_rows_alone(model, plan.sites)
     cells = _affected_cells if affected else _whole_cells
     quiet = None if plan.progress else True  # None: shown on a terminal
     with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
-        for row, column, value in cells(model, run, by, plan, columns):
+        for row, column, value in cells(model, run, by, plan, columns, baseline):
             values[row, column] = value
             bar.update()
     labels = _labels(model, run, plan.sites, columns.indices, axis)
-    return Cells(values, corrupted=corrupted, clean=None, rows="affected" if affected else "all", **labels)
+    return Cells(values, corrupted=baseline.score, clean=None, rows="affected" if affected else "all", **labels)
 
 
 def _columns(plan: _Plan, length: int, axis: str) -> list[tuple[int, ...]]:
@@ -304,7 +307,12 @@ def _columns(plan: _Plan, length: int, axis: str) -> list[tuple[int, ...]]:
 
 
 def _whole_cells(
-    model: StandardizedTransformer, run: Mapping[str, Any], by: Replacement, plan: _Plan, columns: Columns
+    model: StandardizedTransformer,
+    run: Mapping[str, Any],
+    by: Replacement,
+    plan: _Plan,
+    columns: Columns,
+    baseline: _Baseline,
 ) -> Iterator[tuple[int, int, float]]:
     """Row, column and metric of each cell, in a trace of its own."""
     axis = dims(model, plan.sites[0])[columns.where]
@@ -318,10 +326,14 @@ def _whole_cells(
 
 
 def _affected_cells(
-    model: StandardizedTransformer, run: Mapping[str, Any], by: Replacement, plan: _Plan, columns: Columns
+    model: StandardizedTransformer,
+    run: Mapping[str, Any],
+    by: Replacement,
+    plan: _Plan,
+    columns: Columns,
+    baseline: _Baseline,
 ) -> Iterator[tuple[int, int, float]]:
     """The same from the rows that each change reaches."""
-    shapes = model.scan(**run)
     recorded = model.record(**run, keys=True)
     before = None
     if not plan.measure.needs:  # the metric is given the logits of all positions
@@ -329,7 +341,7 @@ def _affected_cells(
             before = model.logits
     for row, site in enumerate(plan.sites):
         value = by(collect(model, run, [site])[site], site) if callable(by) else by[site]
-        donor = whole(value, shapes[site].shape, site)
+        donor = whole(value, baseline.shapes[site], site)
         for column, metric in run_affected(
             model, recorded, site, donor, columns, plan.measure.of, plan.measure.needs, before
         ):
@@ -383,19 +395,41 @@ def _token(model: StandardizedTransformer, token: Any) -> int:
     return int(ids[0])
 
 
-def _layout(
-    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], axis: str | None
-) -> tuple[int, torch.Size]:
-    """The axis of the columns, and the shape of the sites' values in a run; found without running."""
-    where = axis_of(dims(model, sites[0]), axis, sites[0])
-    shapes = model.scan(**run)
+@dataclasses.dataclass(frozen=True)
+class _Baseline:
+    """The run without a change: its metric, and the shape of every site's value."""
+
+    score: float
+    shapes: dict[str, torch.Size]
+
+
+def _baseline(
+    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], measure: _Measure
+) -> _Baseline:
+    with torch.no_grad(), model.trace(**run, **measure.needs):
+        shapes = {site: one_tensor(read(model, site), site).shape for site in sites}
+        return _Baseline(measure.of(model.logits).item(), shapes)
+
+
+def _common_axis(model: StandardizedTransformer, sites: Sequence[str], axis: str | None) -> int:
+    """The axis of the columns, of one name in the values of all sites."""
+    first = dims(model, sites[0])
+    where = axis_of(first, axis, sites[0])
     for site in sites:
-        if site not in shapes:
-            raise NotReachedError(f"the forward of this prompt does not come by {site}")
-        other, length = one_tensor(shapes[site], site).shape, shapes[sites[0]].shape[where]
-        if where >= len(other) or other[where] != length or dims(model, site)[where] != dims(model, sites[0])[where]:
-            raise InputError(f"{sites[0]} and {site} differ in their axes: sweep them one after the other")
-    return where, shapes[sites[0]].shape
+        if dims(model, site)[where : where + 1] != first[where : where + 1]:
+            raise _different(sites[0], site)
+    return where
+
+
+def _check_lengths(shapes: Mapping[str, torch.Size], where: int) -> None:
+    first = next(iter(shapes))
+    for site, shape in shapes.items():
+        if shape[where] != shapes[first][where]:
+            raise _different(first, site)
+
+
+def _different(first: str, site: str) -> InputError:
+    return InputError(f"{first} and {site} differ in their axes: sweep them one after the other")
 
 
 def _labels(
