@@ -140,7 +140,7 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(model):
     refused = [
         ({"site": "layer_outputs"}, vlscope.UnknownSite, "layer_outputs"),
         ({"site": "vision.image_features"}, vlscope.NotReachedError, "image_features"),
-        ({"site": "next_token_probs"}, vlscope.InputError, "batch, vocab_size"),
+        ({"site": "next_token_probs", "metric": probe}, vlscope.InputError, "batch, vocab_size"),
         ({"positions": [5]}, vlscope.InputError, "seq 5 .*5, 0 to 4"),
         ({"positions": [torch.ones(3, dtype=torch.bool)]}, vlscope.InputError, r"\[3\].* 5 "),
         ({"axis": "heads"}, vlscope.InputError, "heads"),
@@ -209,8 +209,8 @@ def test_what_is_several_tensors_is_refused_where_they_are_no_columns_of_one_tab
     red, site = two_images("red"), f"vision.layers.*.{IMAGES}"
     one = patching.collect(model, with_image("red"), f"vision.layers.0.{IMAGES}")
     for words, run in (
-        ("24 along query and 48 along query", lambda: patching.sweep(model, red, red, site, metric=PAIR)),
-        ("24 along query and 48 along query", lambda: patching.attribution(model, red, red, site, metric=PAIR)),
+        ("there are 24 and 48 along axis 1", lambda: patching.sweep(model, red, red, site, metric=PAIR)),
+        ("there are 24 and 48 along axis 1", lambda: patching.attribution(model, red, red, site, metric=PAIR)),
         ("several tensors", lambda: patching.mean(model, [red], site)),
         ("2 tensors here.* is 1", lambda: logits_with(model, red, lambda t: patching.replace(t, [*one][0], one))),
     ):

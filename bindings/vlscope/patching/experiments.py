@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..errors import InputError, NotReachedError
-from ..sites import dims, expand, expand_below, read, write
+from ..errors import InputError
+from ..sites import dims, expand, expand_below, reaches, read, write
 from ..trace import save
+from .affected import Columns, reaches_rows_alone, run_affected, whole
 from .donors import Prompt, collect, encoded
-from .edits import Replacement, Selection, axis_of, fitting, matching, parts_of, put, read_parts, selected
+from .edits import Replacement, Selection, axis_of, fitting, matching, put, read_parts, selected
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
     from ..recording import Recording
 
 Metric = Callable[[torch.Tensor], Any] | Sequence[Any]
+Rows = Literal["all", "affected"]
 
 #: What `path` freezes, where a model has it.
 BRANCHES = (
@@ -47,6 +49,7 @@ class Cells:
             of a batch differ.
         corrupted: the metric of the run without a change.
         clean: the metric of the run that the values came from; None where no single run is that.
+        rows: "all", or "affected" where only the rows that a change reaches were computed.
     """
 
     values: torch.Tensor
@@ -57,6 +60,7 @@ class Cells:
     tokens: tuple[str, ...]
     corrupted: float
     clean: float | None
+    rows: Rows = "all"
 
     @property
     def recovered(self) -> torch.Tensor:
@@ -80,6 +84,7 @@ def sweep(
     *,
     metric: Metric,
     axis: str | int | None = None,
+    rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
     """Activation patching: the corrupted prompt is run once for each site and position, with the
@@ -95,6 +100,11 @@ def sweep(
             together; each position by itself if not given.
         axis: the axis of the value that `positions` run along: by default that of the tokens or
             patches; "heads" patches head by head. Of a native site whose axes have no names, its number.
+        rows: "all" runs every cell by itself and gives the bits of plain traces. "affected" runs the
+            rows that a change reaches, from its position on, many cells in one forward: the same
+            values within 1e-5 in a fraction of the time. Where that cannot be (outside the text
+            blocks, in a batch, along an axis by its number, or while the model keeps edits) all rows are
+            run; `Cells.rows` says which it was.
         progress: a progress bar on a terminal.
 
     Returns:
@@ -108,7 +118,7 @@ def sweep(
     measure = _metric(model, metric, target)
     sites = expand_below(model, site, layers)
     values = collect(model, source, sites)
-    cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, progress))
+    cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, rows, progress))
     return dataclasses.replace(cells, clean=measure.run(model, source))
 
 
@@ -122,6 +132,7 @@ def ablate(
     *,
     metric: Metric,
     axis: str | int | None = None,
+    rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
     """Ablation of each site and position in turn; `by` says what is put there: `zero`, `noise(...)`,
@@ -129,7 +140,7 @@ def ablate(
     of the value and its site. The other arguments are those of `sweep`.
     """
     run = encoded(model, prompt)
-    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric, run), progress)
+    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric, run), rows, progress)
     return _run_cells(model, run, by, plan)
 
 
@@ -156,31 +167,24 @@ def attribution(
     _check_alignment(source, target)
     measure = _metric(model, metric, target)
     sites = expand_below(model, site, layers)
-    columns = _columns(model, target, sites, axis)
+    _check_whole(model, sites, measure)
+    where = _common_axis(model, sites, axis)
     with torch.no_grad(), model.trace(**source, **measure.needs):
         values = {name: read_parts(model, name) for name in sites}
         reached = measure.of(model.logits).item()
     with torch.enable_grad(), model.trace(**target, **measure.needs):
         served = {name: [_with_grad(part) for part in read_parts(model, name)] for name in sites}
+        length = _common_length(model, {name: [part.shape for part in served[name]] for name in sites}, where)
         score = measure.of(model.logits)
         parts = [part for name in sites for part in served[name]]
         gradients = iter(torch.autograd.grad(score, parts, allow_unused=True))
-    rows = []
+    effects = []
     for name in sites:
-        donors = matching(values[name], served[name], name)
-        effects = [
-            _first_order(fitting(donor, part, name), part, next(gradients), columns.where)
-            for donor, part in zip(donors, served[name], strict=True)
-        ]
-        rows.append(torch.stack(effects).sum(0))
-        if len(rows[-1]) != columns.length:
-            raise InputError(
-                f"{name} holds the last position alone where the metric is a pair of tokens: give a function of the "
-                "logits"
-            )
-    each = [(index,) for index in range(columns.length)]
-    labels = _labels(model, target, sites, each, columns.name)
-    return Cells(torch.stack(rows).cpu(), corrupted=score.item(), clean=reached, **labels)
+        pairs = zip(matching(values[name], served[name], name), served[name], strict=True)
+        each = [_first_order(fitting(donor, part, name), part, next(gradients), where) for donor, part in pairs]
+        effects.append(torch.stack(each).sum(0))
+    labels = _labels(model, target, sites, [(index,) for index in range(length)], _axis_name(model, sites, where, axis))
+    return Cells(torch.stack(effects).cpu(), corrupted=score.item(), clean=reached, **labels)
 
 
 def _with_grad(value: torch.Tensor) -> torch.Tensor:
@@ -190,7 +194,7 @@ def _with_grad(value: torch.Tensor) -> torch.Tensor:
 def _first_order(donor: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor | None, where: int) -> torch.Tensor:
     """The estimated effect along one axis; zero where the metric does not depend on the value."""
     effect = torch.zeros_like(value) if gradient is None else (donor - value.detach()) * gradient
-    return effect.sum([k for k in range(effect.ndim) if k != where])
+    return effect.sum([k for k in range(effect.ndim) if k != where % effect.ndim])
 
 
 def path(
@@ -238,11 +242,11 @@ def path(
     sender = senders[0]
     if model.order(targets[0]) < model.order(sender):
         raise InputError(f"{targets[0]} comes before {sender} in the forward: no path leads there")
-    measure = _metric(model, metric, target)
     held = _between(model, target, sender, targets[-1], freeze)
     donor, recorded = collect(model, source, sender), model.record(target)
     base = _collect_from(model, recorded, held)
     noted: dict[str, Any] = {}
+    measure = _metric(model, metric, target)
     with torch.no_grad(), model.trace(recorded, **measure.needs):
         put(model, sender, donor, sender_at or {})
         for site in expand(model, [*targets, *held]):
@@ -257,7 +261,7 @@ def path(
 
 
 def _collect_from(model: StandardizedTransformer, recorded: Recording, sites: Sequence[str]) -> dict[str, Any]:
-    """`collect` from a recording, which need not run what comes before the first of the sites."""
+    """`collect` from a recording, which runs from the first of the sites on."""
     with torch.no_grad(), model.trace(recorded):
         return {name: save(read(model, name)) for name in sites}
 
@@ -267,13 +271,14 @@ def _between(
 ) -> list[str]:
     """The frozen sites after the sender and up to the last receiver that a run comes by."""
     patterns = [name for name in BRANCHES if model.task != "text-generation" or not name.startswith("vision")]
-    reached = model.scan(**run)
     first, end = model.order(sender), model.order(last)
-    return [
+    between = [
         site
         for site in expand(model, patterns if freeze is None else freeze)
-        if site in reached and first < model.order(site) <= end and not sender.startswith(site.rpartition(".")[0] + ".")
+        if first < model.order(site) <= end and not sender.startswith(site.rpartition(".")[0] + ".")
     ]
+    with model.trace(**run) as tracer:  # nothing is computed
+        return [site for site in between if reaches(tracer, site)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +289,7 @@ class _Plan:
     positions: Sequence[Selection] | None
     axis: str | int | None
     measure: _Measure
+    rows: Rows
     progress: bool
 
 
@@ -291,27 +297,78 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     """The metric of `run` with one site and position replaced at a time."""
     from tqdm import tqdm
 
-    along = _columns(model, run, plan.sites, plan.axis)
+    if plan.rows not in ("all", "affected"):
+        raise InputError(f"rows is {plan.rows!r}; give 'all' or 'affected'")
+    _check_whole(model, plan.sites, plan.measure)
+    where = _common_axis(model, plan.sites, plan.axis)
+    baseline = _baseline(model, run, plan.sites, plan.measure)
+    length, axis = _common_length(model, baseline.shapes, where), _axis_name(model, plan.sites, where, plan.axis)
+    columns = Columns(_columns(plan, length, axis), where, axis in ("seq", "query"))
+    values = torch.empty(len(plan.sites), len(columns.indices), dtype=torch.float64)
+    alone = len(run["input_ids"]) == 1 and not isinstance(plan.axis, int)
+    affected = plan.rows == "affected" and alone and reaches_rows_alone(model, plan.sites)
+    cells = _affected_cells if affected else _whole_cells
+    quiet = None if plan.progress else True  # None: shown on a terminal
+    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
+        for row, column, value in cells(model, run, by, plan, columns, baseline):
+            values[row, column] = value
+            bar.update()
+    labels = _labels(model, run, plan.sites, columns.indices, axis)
+    return Cells(values, corrupted=baseline.score, clean=None, rows="affected" if affected else "all", **labels)
+
+
+def _columns(plan: _Plan, length: int, axis: str) -> list[tuple[int, ...]]:
+    """The indices of each column."""
     columns = [
-        tuple(selected(choice, along.length, along.name, plan.sites[0]).nonzero().flatten().tolist())
-        for choice in (range(along.length) if plan.positions is None else plan.positions)
+        tuple(selected(choice, length, axis, plan.sites[0]).nonzero().flatten().tolist())
+        for choice in (range(length) if plan.positions is None else plan.positions)
     ]
     if () in columns:
         raise InputError(
-            f"column {columns.index(())} of positions selects none of the {along.length} {along.name}: nothing to patch"
+            f"column {columns.index(())} of positions selects none of the {length} {axis}: nothing to patch"
         )
-    corrupted = plan.measure.run(model, run)
-    values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
+    return columns
+
+
+def _whole_cells(
+    model: StandardizedTransformer,
+    run: Mapping[str, Any],
+    by: Replacement,
+    plan: _Plan,
+    columns: Columns,
+    baseline: _Baseline,
+) -> Iterator[tuple[int, int, float]]:
+    """Row, column and metric of each cell, in a trace of its own."""
     recorded = model.record(**run)
-    quiet = None if plan.progress else True  # None: shown on a terminal
-    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
-        for row, site in enumerate(plan.sites):
-            for column, indices in enumerate(columns):
-                with model.trace(recorded, **plan.measure.needs):
-                    put(model, site, by, {along.where: indices})
-                    values[row, column] = plan.measure.of(model.logits)
-                bar.update()
-    return Cells(values, corrupted=corrupted, clean=None, **_labels(model, run, plan.sites, columns, along.name))
+    for row, site in enumerate(plan.sites):
+        for column, indices in enumerate(columns.indices):
+            with model.trace(recorded, **plan.measure.needs):
+                put(model, site, by, {columns.where: indices})
+                value = plan.measure.of(model.logits).item()
+            yield row, column, value
+
+
+def _affected_cells(
+    model: StandardizedTransformer,
+    run: Mapping[str, Any],
+    by: Replacement,
+    plan: _Plan,
+    columns: Columns,
+    baseline: _Baseline,
+) -> Iterator[tuple[int, int, float]]:
+    """The same from the rows that each change reaches."""
+    recorded = model.record(**run, keys=True)
+    before = None
+    if not plan.measure.needs:  # the metric is given the logits of all positions
+        with model.trace(recorded):
+            before = model.logits
+    for row, site in enumerate(plan.sites):
+        value = by(collect(model, run, [site])[site], site) if callable(by) else by[site]
+        donor = whole(value, baseline.shapes[site][0], site)
+        for column, metric in run_affected(
+            model, recorded, site, donor, columns, plan.measure.of, plan.measure.needs, before
+        ):
+            yield row, column, metric
 
 
 def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
@@ -375,34 +432,62 @@ def _token(model: StandardizedTransformer, token: Any) -> int:
     return int(ids[0])
 
 
-class _Columns(NamedTuple):
-    """The axis of sites that the columns of `Cells` run along."""
+@dataclasses.dataclass(frozen=True)
+class _Baseline:
+    """The run without a change: its metric, and the shapes of every site's tensors, one or several."""
 
-    where: int
-    length: int
-    name: str
+    score: float
+    shapes: dict[str, list[torch.Size]]
 
 
-def _columns(
-    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], axis: str | int | None
-) -> _Columns:
-    """The columns of sites in a run; found without running."""
-    shapes = model.scan(**run)
-    found = []
+def _baseline(
+    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], measure: _Measure
+) -> _Baseline:
+    with torch.no_grad(), model.trace(**run, **measure.needs):
+        shapes = {site: [part.shape for part in read_parts(model, site)] for site in sites}
+        return _Baseline(measure.of(model.logits).item(), shapes)
+
+
+def _common_axis(model: StandardizedTransformer, sites: Sequence[str], axis: str | int | None) -> int:
+    """The axis of the columns, of one name in the values of all sites, unless it was given by its number."""
+    if isinstance(axis, int):
+        return axis
+    first = dims(model, sites[0])
+    where = axis_of(model, sites[0], axis, len(first))
     for site in sites:
-        if site not in shapes:
-            raise NotReachedError(f"the forward of this prompt does not come by {site}")
-        for part in parts_of(shapes[site]):
-            where = axis_of(model, site, axis, part.ndim)
-            name = str(where) if isinstance(axis, int) else dims(model, site)[where]
-            found.append(_Columns(where, part.shape[where], name))
-            if found[-1] != found[0]:
-                both = sites[0] if site == sites[0] else f"{sites[0]} and {site}"
-                raise InputError(
-                    f"{both}: {found[0].length} along {found[0].name} and {found[-1].length} along {name}, which are "
-                    "no columns of one table: take another axis, or one site after the other"
-                )
-    return found[0]
+        if dims(model, site)[where : where + 1] != first[where : where + 1]:
+            raise InputError(f"{sites[0]} and {site} differ in their axes: sweep them one after the other")
+    return where
+
+
+def _axis_name(model: StandardizedTransformer, sites: Sequence[str], where: int, axis: str | int | None) -> str:
+    return str(axis) if isinstance(axis, int) else dims(model, sites[0])[where]
+
+
+def _common_length(model: StandardizedTransformer, shapes: Mapping[str, Sequence[torch.Size]], where: int) -> int:
+    """The length of an axis, the same in all tensors of all sites."""
+    found = [
+        (site, shape[axis_of(model, site, where, len(shape))]) for site, parts in shapes.items() for shape in parts
+    ]
+    (first, length), *others = found
+    for site, other in others:
+        if other != length:
+            both = first if site == first else f"{first} and {site}"
+            raise InputError(
+                f"{both} differ in their axes: there are {length} and {other} along axis {where}. Sweep along another "
+                "one, or one site after the other"
+            )
+    return length
+
+
+def _check_whole(model: StandardizedTransformer, sites: Sequence[str], measure: _Measure) -> None:
+    """Refuses sites that hold the last position alone for the sake of the metric."""
+    for site in sites if measure.needs else ():
+        if model.order(site) >= model.order("lm_head.input"):
+            raise InputError(
+                f"{site} holds the last position alone where the metric is a pair of tokens: give a function of the "
+                "logits"
+            )
 
 
 def _labels(
