@@ -15,22 +15,10 @@
 #include <limits>
 
 #include "core/ops/precision.h"
+#include "core/ops/torch_ops.h"
 
 namespace vlscope::ops {
 namespace {
-
-double least(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return std::numeric_limits<at::Half>::lowest();
-    case at::kBFloat16:
-      return std::numeric_limits<at::BFloat16>::lowest();
-    case at::kDouble:
-      return std::numeric_limits<double>::lowest();
-    default:
-      return std::numeric_limits<float>::lowest();
-  }
-}
 
 /// Heads that share keys can be grouped by the kernel itself, unless there is a mask.
 bool can_group(const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask) {
@@ -72,6 +60,12 @@ at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::
 
 at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                       double scale, const RowChoice& rows) {
+  return q.is_cuda() ? causal_score_rows(q, k, mask, scale, rows)
+                     : composed_score_rows(q, k, mask, scale, rows);
+}
+
+at::Tensor composed_score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                               double scale, const RowChoice& rows) {
   const at::Tensor index = at::tensor(rows.queries, q.options().dtype(at::kLong));
   const std::int64_t group = q.size(1) / k.size(1);
   std::vector<at::Tensor> scores;
@@ -118,6 +112,19 @@ at::Tensor causal_mask(const at::Tensor& attention_mask, std::int64_t queries) {
   const at::Tensor before = key.unsqueeze(0) <= query.unsqueeze(1);
   const at::Tensor real = attention_mask.to(at::kBool).unsqueeze(1).unsqueeze(1);
   return before & real;
+}
+
+double least(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return std::numeric_limits<at::Half>::lowest();
+    case at::kBFloat16:
+      return std::numeric_limits<at::BFloat16>::lowest();
+    case at::kDouble:
+      return std::numeric_limits<double>::lowest();
+    default:
+      return std::numeric_limits<float>::lowest();
+  }
 }
 
 at::Tensor additive_mask(const at::Tensor& allowed, at::ScalarType dtype) {

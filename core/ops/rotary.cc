@@ -8,6 +8,8 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/pow.h>
 
+#include "core/ops/torch_ops.h"
+
 namespace vlscope::ops {
 namespace {
 
@@ -60,6 +62,10 @@ at::Tensor inverse_frequencies(double theta, std::int64_t dim) {
 
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
   if (x.is_meta()) return at::empty_like(x);  // Shapes alone: torch's rules for them are slow.
+  return x.is_cuda() ? fused_rotate(x, cos, sin) : composed_rotate(x, cos, sin);
+}
+
+at::Tensor composed_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
   const std::int64_t turned = cos.size(-1), left = x.size(-1) - turned;
   if (left == 0) return x * cos + rotate_half(x) * sin;
   const at::Tensor first = x.narrow(-1, 0, turned);

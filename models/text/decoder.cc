@@ -8,6 +8,7 @@
 
 #include "core/ops/precision.h"
 #include "core/ops/rotary.h"
+#include "core/ops/torch_ops.h"
 
 namespace vlscope {
 
@@ -154,9 +155,12 @@ Flow<at::Tensor> GatedMlp::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) {
     at::Tensor gate = co_await gate_proj(trace, x);
-    gate = co_await act_fn(trace, std::move(gate));
+    // One kernel computes activation and product, unless the reader stops in between.
+    const bool fused = x.is_cuda() && trace.passes(act_fn);
+    if (!fused) gate = co_await act_fn(trace, std::move(gate));
     x = co_await up_proj(trace, std::move(x));
-    x = std::exchange(gate, {}) * x;
+    x = fused ? ops::swiglu(gate, x) : gate * x;
+    gate = {};
     x = co_await down_proj(trace, std::move(x));
   }
   co_await trace.at(output, x);
