@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/device.h"
 #include "core/errors.h"
 #include "core/text.h"
 
@@ -78,7 +79,7 @@ class Loader {
  public:
   Loader(const std::vector<WeightSpec>& specs, const Checkpoint& checkpoint,
          const LoadOptions& options)
-      : specs_(specs), checkpoint_(checkpoint), options_(options) {}
+      : specs_(specs), checkpoint_(checkpoint), options_(options), upload_(options.device) {}
 
   LoadReport run() {
     resolve_names();
@@ -269,19 +270,20 @@ class Loader {
     at::Tensor whole = empty(spec);
     const std::vector<Piece> parts = expert_pieces(spec);
     at::Tensor rows = whole.view({static_cast<int64_t>(parts.size()), -1, spec.shape[2]});
-    for (std::size_t i = 0; i < parts.size(); ++i) rows[i].copy_(mapped(parts[i]));
+    for (std::size_t i = 0; i < parts.size(); ++i) upload_(mapped(parts[i]), rows[i]);
     return whole;
   }
 
   at::Tensor whole(const WeightSpec& spec) {
     const at::Tensor tensor = mapped({spec.name, spec.shape});
     if (!is_exchanged(spec)) {
-      return tensor.to(options_.device, report_.dtype, /*non_blocking=*/false, options_.copy);
+      if (!options_.device.is_cpu()) return upload_(tensor, report_.dtype);
+      return tensor.to(report_.dtype, /*non_blocking=*/false, options_.copy);
     }
     const at::Tensor view = tensor.transpose(1, 2);
     const bool in_place = !options_.copy && options_.device == tensor.device() &&
                           report_.dtype == tensor.scalar_type();
-    return in_place ? view : empty(spec).copy_(view);
+    return in_place ? view : upload_(view, report_.dtype);
   }
 
   std::unordered_map<std::string_view, at::Tensor> make_tensors() {
@@ -309,6 +311,7 @@ class Loader {
   const std::vector<WeightSpec>& specs_;
   const Checkpoint& checkpoint_;
   const LoadOptions& options_;
+  Uploader upload_;
   std::unordered_map<std::string, std::string> stored_;  // by canonical name
   LoadReport report_;
 };

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/device.h"
+
 namespace vlscope {
 namespace {
 
@@ -20,7 +22,7 @@ at::Tensor last_tokens(const at::Tensor& attention_mask) {
 
 at::Tensor rows_at(const at::Tensor& x, const at::Tensor& index) {
   const at::Tensor batch = at::arange(x.size(0), x.options().dtype(at::kLong));
-  return x.index({batch, index.to(x.device())});
+  return x.index({batch, on_device(index, x.device())});
 }
 
 /// The last `keep` positions; all for 0.

@@ -6,6 +6,8 @@
 
 #include <utility>
 
+#include "core/device.h"
+
 namespace vlscope {
 namespace {
 
@@ -45,7 +47,7 @@ Flow<at::Tensor> VisionLanguageModel::hidden_states(Trace& trace, Inputs& inputs
   at::Tensor visual_mask = image_mask.logical_or(video_mask);
   co_await trace.at(model.visual->image_token_mask, image_mask, video_mask, visual_mask);
 
-  at::Tensor ids = inputs.input_ids.to(device);
+  at::Tensor ids = on_device(inputs.input_ids, device);
   TextModel::Input in;
   in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
   if (inputs.pixel_values.defined() || inputs.pixel_values_videos.defined()) {
@@ -53,7 +55,7 @@ Flow<at::Tensor> VisionLanguageModel::hidden_states(Trace& trace, Inputs& inputs
     in = co_await see(trace, inputs, std::move(in));
   }
   in.attention_mask = inputs.attention_mask;
-  in.position_ids = inputs.position_ids.to(device);
+  in.position_ids = on_device(inputs.position_ids, device);
   in.replay = inputs.replay;
   in.cache = inputs.cache.get();
 
@@ -70,7 +72,7 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
     features = inputs.replay.from->vision;
   } else {
     at::Tensor pixels = joined(inputs.pixel_values, inputs.pixel_values_videos);
-    pixels = pixels.to(device, in.inputs_embeds.scalar_type());
+    pixels = on_device(pixels, device).to(in.inputs_embeds.scalar_type());
     at::Tensor grids = joined(inputs.image_grid_thw, inputs.video_grid_thw);
     features = co_await (*model.visual)(trace, std::move(pixels), std::move(grids));
   }
@@ -87,13 +89,13 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
   }
   co_await trace.at(model.visual->image_features, images, videos);
   for (const auto& [rows, part] : {std::pair(image_rows, images), std::pair(video_rows, videos)}) {
-    if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, rows.to(device), part);
+    if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, on_device(rows, device), part);
   }
   if (!in.visual_pos_masks.defined()) co_return in;
-  in.visual_rows = rows_of(in.visual_pos_masks).to(device);
+  in.visual_rows = on_device(rows_of(in.visual_pos_masks), device);
   if (both) {
     // The tower has the images first; the text model takes the rows as the prompt has them.
-    const at::Tensor order = at::argsort(at::cat({image_rows, video_rows})).to(device);
+    const at::Tensor order = on_device(at::argsort(at::cat({image_rows, video_rows})), device);
     for (at::Tensor& level : features.deepstack) level = level.index_select(0, order);
   }
   in.deepstack = std::move(features.deepstack);

@@ -75,8 +75,11 @@ struct Tile {
 
   /// Of the matrices that tensor cores multiply.
   static constexpr int kSide = 16;
-  /// Elements added to each row, so that the rows of a column lie in different banks of memory.
-  static constexpr int kPad = 8;
+  /// Elements added to each row, so that the elements of a column lie in different banks of memory:
+  /// as few as the alignment of tensor cores allows, which take no float32.
+  template <class T>
+  static constexpr int kPad = sizeof(T) == 4 ? 1 : 8;
+  static constexpr int kSumPad = 4;
 
   static VLSCOPE_PROGRAM int rounded_up(int n) { return (n + kSide - 1) / kSide * kSide; }
 };
@@ -93,31 +96,34 @@ struct AttentionMemory {
   KeyRange* ranges;       ///< `[queries]`
 
   VLSCOPE_PROGRAM AttentionMemory(std::byte* memory, const Tile& tile) {
-    queries = take<T>(memory, tile.queries, tile.width);
-    keys = take<T>(memory, tile.keys, tile.width);
-    scores = take<float>(memory, tile.queries, tile.keys);
-    weights = take<T>(memory, tile.queries, tile.keys);
-    sums = take<float>(memory, tile.queries, tile.width);
+    scores = take<float>(memory, tile.queries, tile.keys, Tile::kSumPad);
+    sums = take<float>(memory, tile.queries, tile.width, Tile::kSumPad);
+    queries = take<T>(memory, tile.queries, tile.width, Tile::kPad<T>);
+    keys = take<T>(memory, tile.keys, tile.width, Tile::kPad<T>);
+    weights = take<T>(memory, tile.queries, tile.keys, Tile::kPad<T>);
     peaks = reinterpret_cast<float*>(memory);
     totals = peaks + tile.queries;
     ranges = reinterpret_cast<KeyRange*>(totals + tile.queries);
   }
 
   static std::size_t bytes(const Tile& tile) {
-    const auto padded = [](int rows, int columns) {
-      return static_cast<std::size_t>(rows) * (columns + Tile::kPad);
+    const auto padded = [](int rows, int columns, int pad) {
+      return static_cast<std::size_t>(rows) * (columns + pad);
     };
-    return (padded(tile.queries, tile.width) + padded(tile.keys, tile.width) +
-            padded(tile.queries, tile.keys)) *
+    constexpr int kPad = Tile::kPad<T>;
+    return (padded(tile.queries, tile.width, kPad) + padded(tile.keys, tile.width, kPad) +
+            padded(tile.queries, tile.keys, kPad)) *
                sizeof(T) +
-           (padded(tile.queries, tile.keys) + padded(tile.queries, tile.width)) * sizeof(float) +
+           (padded(tile.queries, tile.keys, Tile::kSumPad) +
+            padded(tile.queries, tile.width, Tile::kSumPad)) *
+               sizeof(float) +
            tile.queries * (2 * sizeof(float) + sizeof(KeyRange));
   }
 
  private:
   template <class U>
-  static VLSCOPE_PROGRAM Matrix<U> take(std::byte*& memory, int rows, int columns) {
-    const Matrix<U> matrix{reinterpret_cast<U*>(memory), rows, columns, columns + Tile::kPad};
+  static VLSCOPE_PROGRAM Matrix<U> take(std::byte*& memory, int rows, int columns, int pad) {
+    const Matrix<U> matrix{reinterpret_cast<U*>(memory), rows, columns, columns + pad};
     memory += rows * matrix.stride * sizeof(U);
     return matrix;
   }

@@ -42,6 +42,10 @@ at::Tensor with_adjacent_elements(const at::Tensor& x) {
   return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous();
 }
 
+at::Tensor laid_on_scores(const at::Tensor& mask) {
+  return mask.scalar_type() == at::kBool ? mask : mask.to(at::kFloat);
+}
+
 bool has_programs(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }

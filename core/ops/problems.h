@@ -15,6 +15,9 @@ bool has_programs(at::ScalarType dtype);
 /// @throws std::logic_error for a dtype that has no programs
 programs::Element element_of(at::ScalarType dtype);
 
+/// A mask as AttentionOperands takes it: booleans, or numbers as float32.
+at::Tensor laid_on_scores(const at::Tensor& mask);
+
 struct AttentionOperands {
   at::Tensor q, k, v;      ///< `[batch, heads, n, head_dim]`, elements of a row side by side
   at::Tensor out;          ///< like q

@@ -4,11 +4,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/pow.h>
-
-#include "core/ops/torch_ops.h"
 
 namespace vlscope::ops {
 namespace {
@@ -58,11 +55,6 @@ at::Tensor both_axes(const at::Tensor& table) {
 at::Tensor inverse_frequencies(double theta, std::int64_t dim) {
   const at::Tensor exponents = at::arange(0, dim, 2, at::kFloat) / static_cast<double>(dim);
   return at::pow(theta, exponents).reciprocal();
-}
-
-at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  if (x.is_meta()) return at::empty_like(x);  // Shapes alone: torch's rules for them are slow.
-  return x.is_cuda() ? fused_rotate(x, cos, sin) : composed_rotate(x, cos, sin);
 }
 
 at::Tensor composed_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "core/device.h"
 #include "core/ops/precision.h"
 #include "core/ops/rotary.h"
 #include "core/ops/torch_ops.h"
@@ -21,7 +22,7 @@ Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor 
                                          TextContext context) const {
   co_await trace.at(input, x, positions);
   const auto mrope = rope_.mrope_interleaved ? ops::interleaved_mrope : ops::sectioned_mrope;
-  std::tie(context.cos, context.sin) = mrope(positions, inverse_frequencies_.to(positions.device()),
+  std::tie(context.cos, context.sin) = mrope(positions, on_device(inverse_frequencies_, positions.device()),
                                              rope_.mrope_section, x.scalar_type());
   co_await trace.at(output, context.cos, context.sin);
   co_return context;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/device.h"
 #include "core/ops/attention.h"
 
 namespace vlscope {
@@ -66,7 +67,7 @@ at::Tensor TextModel::padding(const Input& in) const {
   const std::int64_t seq = in.inputs_embeds.size(1), positions = in.attention_mask.size(1);
   // What follows a prompt is never padding.
   if (seq == 1 || in.attention_mask.all().item<bool>()) return {};
-  return in.attention_mask.narrow(1, positions - seq, seq).to(in.inputs_embeds.device());
+  return on_device(in.attention_mask.narrow(1, positions - seq, seq), in.inputs_embeds.device());
 }
 
 Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
@@ -80,7 +81,7 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
   context.padding = padding(in);
   context.past = in.attention_mask.size(1) - in.inputs_embeds.size(1);
   at::Tensor x = std::exchange(in.inputs_embeds, {});
-  if (context.mask.defined()) context.mask = context.mask.to(x.device());
+  if (context.mask.defined()) context.mask = on_device(context.mask, x.device());
   context = co_await rotary_emb(trace, x, in.position_ids, context);
 
   const Recording* recorded = in.replay.from.get();

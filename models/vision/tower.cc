@@ -8,6 +8,7 @@
 #include <cmath>
 #include <utility>
 
+#include "core/device.h"
 #include "core/ops/attention.h"
 #include "core/ops/rotary.h"
 #include "core/ops/torch_ops.h"
@@ -84,7 +85,7 @@ Flow<VisionContext> VisionRotary::operator()(Trace& trace, at::Tensor x, at::Ten
                                              VisionContext context) const {
   co_await trace.at(input, x, coordinates);
   std::tie(context.cos, context.sin) =
-      ops::axial_rope(coordinates, inverse_frequencies_.to(coordinates.device()));
+      ops::axial_rope(coordinates, on_device(inverse_frequencies_, coordinates.device()));
   co_await trace.at(output, context.cos, context.sin);
   co_return context;
 }

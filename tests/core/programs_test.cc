@@ -3,18 +3,16 @@
 #include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/allclose.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/matmul.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/tensor.h>
-#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -34,7 +32,7 @@ using programs::Tile;
 /// Runs `run(T{})` for the type that a tensor of `dtype` holds.
 template <class F>
 void with_type(at::ScalarType dtype, F run) {
-  switch (programs::Element element = ops::element_of(dtype)) {
+  switch (ops::element_of(dtype)) {
     case programs::Element::kFloat:
       return run(float{});
     case programs::Element::kBFloat16:
@@ -251,10 +249,7 @@ TEST_P(PatternProgram, GivesTheRowsOfTheComposedOperations) {
       in.attention.q = q;
       in.attention.k = k;
       in.attention.scale = 0.25;
-      in.attention.mask = mask;
-      if (mask.defined() && mask.scalar_type() != at::kBool) {
-        in.attention.mask = mask.to(at::kFloat);
-      }
+      if (mask.defined()) in.attention.mask = ops::laid_on_scores(mask);
       in.heads = at::tensor(rows.heads);
       in.queries = at::tensor(rows.queries);
       in.out = room_for({2, 3, 4, 9}, GetParam());
