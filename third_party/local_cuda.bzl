@@ -1,4 +1,4 @@
-"""The CUDA compiler of this machine, where there is one; without it the CUDA library is left out."""
+"""The CUDA compiler of this machine, where there is one that fits torch; else the CUDA library is left out."""
 
 _BUILD = """
 package(default_visibility = ["//visibility:public"])
@@ -46,9 +46,25 @@ def _nvcc(ctx):
     nvcc = ctx.path((home or "/usr/local/cuda") + "/bin/nvcc")
     return nvcc.realpath if nvcc.exists else None
 
+def _major(text, before):
+    """The number that follows `before` in `text`, up to a point; None if it is not there."""
+    parts = text.split(before)
+    return parts[1].split(".")[0] if len(parts) > 1 else None
+
+def _fits_torch(ctx, nvcc):
+    """Whether torch is built for CUDA, and for the release that this compiler belongs to."""
+    include = ctx.path(Label("@python_torch//:BUILD.bazel")).dirname.get_child("torch_include")
+    torch = include.get_child("c10").realpath.dirname.dirname
+    of_torch = _major(ctx.read(torch.get_child("version.py")), "cuda: Optional[str] = '")
+    of_nvcc = _major(ctx.execute([nvcc, "--version"]).stdout, "release ")
+    if of_torch and of_torch != of_nvcc:
+        # buildifier: disable=print
+        print("no CUDA kernels: %s is CUDA %s, torch is built for CUDA %s" % (nvcc, of_nvcc, of_torch))
+    return of_torch == of_nvcc
+
 def _local_cuda_impl(ctx):
     nvcc = _nvcc(ctx)
-    if not nvcc:
+    if not nvcc or not _fits_torch(ctx, nvcc):
         ctx.file("BUILD.bazel", "")
         ctx.file("cuda.bzl", "AVAILABLE = False\n\ndef cuda_objects(name, srcs, hdrs, opts = []):\n    pass\n")
         return

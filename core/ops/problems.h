@@ -23,7 +23,7 @@ struct AttentionOperands {
   at::Tensor out;          ///< like q
   at::Tensor mask = {};    ///< bool or float32, broadcasting to `[batch, heads, queries, keys]`
   at::Tensor bounds = {};  ///< int32 `[segments + 1]`; undefined under the causal rule
-  double scale;
+  double scale = 1;
   std::int64_t window = 0;  ///< See programs::Causal.
 };
 programs::AttentionProblem problem_of(const AttentionOperands& operands);

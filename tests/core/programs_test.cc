@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "core/ops/problems.h"
+#include "core/ops/rotary.h"
 #include "core/ops/torch_ops.h"
 
 namespace vlscope {

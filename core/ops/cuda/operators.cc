@@ -15,7 +15,7 @@
 #include "core/ops/problems.h"
 #include "core/ops/torch_ops.h"
 
-namespace vlscope::ops {
+namespace vlscope::ops::on_cuda {
 namespace {
 
 using arguments::Optional;
@@ -85,7 +85,11 @@ at::Tensor segmented_attention(const at::Tensor& q, const at::Tensor& k, const a
   arguments::check_segmented(q, v, cu_seqlens);
   const c10::cuda::CUDAGuard guard(q.device());
   at::Tensor out = at::empty_like(q, at::MemoryFormat::Contiguous);
-  AttentionOperands in{heads_first(q), heads_first(k), heads_first(v), heads_first(out)};
+  AttentionOperands in;
+  in.q = heads_first(q);
+  in.k = heads_first(k);
+  in.v = heads_first(v);
+  in.out = heads_first(out);
   in.bounds = on_device(cu_seqlens, q, at::kInt);
   in.scale = scale;
   run_attention(in);
@@ -94,11 +98,14 @@ at::Tensor segmented_attention(const at::Tensor& q, const at::Tensor& k, const a
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             const Optional& mask, double scale, std::int64_t window) {
-  arguments::check({q, k, v, mask.value_or(at::Tensor()), scale, window});
+  arguments::check(arguments::Causal{q, k, v, mask.value_or(at::Tensor()), scale, window});
   const c10::cuda::CUDAGuard guard(q.device());
   at::Tensor out = at::empty_like(q.transpose(1, 2), at::MemoryFormat::Contiguous);
-  AttentionOperands in{with_adjacent_elements(q), with_adjacent_elements(k),
-                       with_adjacent_elements(v), out.transpose(1, 2)};
+  AttentionOperands in;
+  in.q = with_adjacent_elements(q);
+  in.k = with_adjacent_elements(k);
+  in.v = with_adjacent_elements(v);
+  in.out = out.transpose(1, 2);
   if (mask && mask->defined()) in.mask = laid_on_scores(*mask);
   in.scale = scale;
   in.window = window;
@@ -127,7 +134,7 @@ at::Tensor segmented_attention_rows(const at::Tensor& q, const at::Tensor& k,
                                     bool probabilities) {
   const std::int64_t width = max_seqlen.expect_int();
   const RowChoice chosen{heads.vec(), rows.vec()};
-  arguments::check({q, k, cu_seqlens, width, scale, chosen, probabilities});
+  arguments::check(arguments::SegmentedRows{q, k, cu_seqlens, width, scale, chosen, probabilities});
   const c10::cuda::CUDAGuard guard(q.device());
   AttentionOperands in;
   in.q = heads_first(q);
@@ -141,7 +148,8 @@ at::Tensor causal_attention_rows(const at::Tensor& q, const at::Tensor& k, const
                                  double scale, std::int64_t window, at::IntArrayRef heads,
                                  at::IntArrayRef queries, bool probabilities) {
   const RowChoice chosen{heads.vec(), queries.vec()};
-  arguments::check({q, k, mask.value_or(at::Tensor()), scale, window, chosen, probabilities});
+  arguments::check(arguments::CausalRows{q, k, mask.value_or(at::Tensor()), scale, window, chosen,
+                                         probabilities});
   const c10::cuda::CUDAGuard guard(q.device());
   AttentionOperands in;
   in.q = with_adjacent_elements(q);
@@ -193,13 +201,13 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(vlscope, CUDA, library) {
-  library.impl("segmented_attention", &segmented_attention);
-  library.impl("segmented_attention_rows", &segmented_attention_rows);
-  library.impl("causal_attention", &causal_attention);
-  library.impl("causal_attention_rows", &causal_attention_rows);
-  library.impl("rms_norm", &rms_norm);
-  library.impl("rotate", &rotate);
-  library.impl("swiglu", &swiglu);
+  library.impl("segmented_attention", &on_cuda::segmented_attention);
+  library.impl("segmented_attention_rows", &on_cuda::segmented_attention_rows);
+  library.impl("causal_attention", &on_cuda::causal_attention);
+  library.impl("causal_attention_rows", &on_cuda::causal_attention_rows);
+  library.impl("rms_norm", &on_cuda::rms_norm);
+  library.impl("rotate", &on_cuda::rotate);
+  library.impl("swiglu", &on_cuda::swiglu);
 }
 
-}  // namespace vlscope::ops
+}  // namespace vlscope::ops::on_cuda
