@@ -89,7 +89,8 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
   }
   co_await trace.at(model.visual->image_features, images, videos);
   for (const auto& [rows, part] : {std::pair(image_rows, images), std::pair(video_rows, videos)}) {
-    if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, on_device(rows, device), part);
+    if (part.defined())
+      in.inputs_embeds = put_rows(in.inputs_embeds, on_device(rows, device), part);
   }
   if (!in.visual_pos_masks.defined()) co_return in;
   in.visual_rows = on_device(rows_of(in.visual_pos_masks), device);

@@ -311,12 +311,16 @@ struct AttentionProblem {
   }
 };
 
-/// The block that computes one tile of queries of one head.
+/// What one block computes: queries of one head, from `first` on.
+struct TilePlace {
+  int batch, head, first;
+};
+
 template <class T, class Block>
 VLSCOPE_PROGRAM void attention_block(Block& block, const AttentionProblem& problem,
-                                     const Tile& tile, int batch, int head, int tile_index) {
+                                     const Tile& tile, const TilePlace& place) {
   problem.with_range([&](const auto& range) {
-    attend(block, tile, problem.head<T>(batch, head), range, tile_index * tile.queries);
+    attend(block, tile, problem.head<T>(place.batch, place.head), range, place.first);
   });
 }
 

@@ -22,8 +22,9 @@ Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor 
                                          TextContext context) const {
   co_await trace.at(input, x, positions);
   const auto mrope = rope_.mrope_interleaved ? ops::interleaved_mrope : ops::sectioned_mrope;
-  std::tie(context.cos, context.sin) = mrope(positions, on_device(inverse_frequencies_, positions.device()),
-                                             rope_.mrope_section, x.scalar_type());
+  std::tie(context.cos, context.sin) =
+      mrope(positions, on_device(inverse_frequencies_, positions.device()), rope_.mrope_section,
+            x.scalar_type());
   co_await trace.at(output, context.cos, context.sin);
   co_return context;
 }

@@ -81,7 +81,7 @@ void run_blocks(const ops::AttentionOperands& operands, std::size_t shared, Orde
       for (int head = 0; head < problem.heads; ++head) {
         for (int first = 0; first < problem.queries; first += tile.queries) {
           SerialBlock block(programs::AttentionMemory<T>::bytes(tile), order);
-          programs::attention_block<T>(block, problem, tile, batch, head, first / tile.queries);
+          programs::attention_block<T>(block, problem, tile, {batch, head, first});
         }
       }
     }
@@ -123,14 +123,16 @@ class OfDtype : public testing::TestWithParam<at::ScalarType> {
  protected:
   void SetUp() override { at::manual_seed(0); }
 };
-INSTANTIATE_TEST_SUITE_P(Dtypes, OfDtype, testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
-                         [](const auto& info) { return at::toString(info.param); });
+#define OF_EACH_DTYPE(Suite)                                                                     \
+  class Suite : public OfDtype {};                                                               \
+  INSTANTIATE_TEST_SUITE_P(Dtypes, Suite, testing::Values(at::kFloat, at::kBFloat16, at::kHalf), \
+                           [](const auto& info) { return at::toString(info.param); })
 
 struct CausalCase {
   std::int64_t heads, kv_heads, queries, keys, head_dim, window;
 };
 
-using AttentionProgram = OfDtype;
+OF_EACH_DTYPE(AttentionProgram);
 
 TEST_P(AttentionProgram, IsCausalGroupedAttentionForEveryShape) {
   for (const auto& [heads, kv_heads, queries, keys, head_dim, window] : std::vector<CausalCase>{
@@ -237,7 +239,7 @@ at::Tensor pattern_rows(ops::PatternOperands operands) {
 
 ops::RowChoice some_rows() { return {{5, 0, 3}, {0, 6, 2, 2}}; }
 
-using PatternProgram = OfDtype;
+OF_EACH_DTYPE(PatternProgram);
 
 TEST_P(PatternProgram, GivesTheRowsOfTheComposedOperations) {
   const at::Tensor q = cut_out({2, 6, 7, 40}, GetParam()), k = cut_out({2, 2, 9, 40}, GetParam());
@@ -284,7 +286,7 @@ TEST_P(PatternProgram, GivesTheRowsOfASegment) {
 
 // --- Norm, rotary embedding, SwiGLU -------------------------------------------------------------
 
-using RowProgram = OfDtype;
+OF_EACH_DTYPE(RowProgram);
 
 /// Equal but for the last bit of some numbers, whose sum was taken in another order.
 void expect_last_bits(const at::Tensor& x, const at::Tensor& expected) {

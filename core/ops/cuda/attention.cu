@@ -15,7 +15,9 @@ __global__ void __launch_bounds__(kAttentionThreads)
     attention(AttentionProblem problem, Tile tile) {
   extern __shared__ __align__(128) std::byte memory[];
   Block block(memory);
-  attention_block<T>(block, problem, tile, blockIdx.z, blockIdx.y, blockIdx.x);
+  const int first = blockIdx.x * tile.queries;
+  attention_block<T>(block, problem, tile,
+                     {static_cast<int>(blockIdx.z), static_cast<int>(blockIdx.y), first});
 }
 
 template <class T>
