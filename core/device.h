@@ -18,6 +18,14 @@ inline at::Tensor on_device(const at::Tensor& x, at::Device device) {
   return x.to(device, x.scalar_type(), /*non_blocking=*/!waits);
 }
 
+/// `x` on another device, or itself. Later work on either waits for the copy as it must; nothing
+/// else does.
+inline at::Tensor moved(const at::Tensor& x, at::Device device) {
+  if (!x.defined() || x.device() == device) return x;
+  return x.is_cpu() ? on_device(x, device)
+                    : x.to(device, x.scalar_type(), /*non_blocking=*/device.is_cuda());
+}
+
 /// Copies tensors of the host to a device one after the other, each byte once. They go through two
 /// buffers, page-locked where the device is CUDA: while one is on its way, the other is filled.
 /// Nothing waits for the last copies but the device's own later work.

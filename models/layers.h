@@ -21,6 +21,8 @@ class Leaf : public Module {
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
   /// The arithmetic alone, watched by nobody.
   virtual at::Tensor apply(const at::Tensor& x) const = 0;
+  /// Where its weights are; it must have some.
+  at::Device device() const { return parameters().front().tensor->device(); }
 };
 
 /// y = x W^T + b, with W `[out, in]`.

@@ -15,6 +15,7 @@
 #define VLSCOPE_PROGRAM __device__
 #else
 #define VLSCOPE_PROGRAM
+#include <array>
 #include <vector>
 #endif
 
@@ -52,12 +53,16 @@ class SerialTeam {
   void each(int count, F f) const {
     for (int i = 0; i < count; ++i) f(order_ == Order::kForward ? i : count - 1 - i);
   }
-  /// The sum of `f(i)` over each i below `count`, known to every thread.
+  /// The sum of `f(i)` over each i below `count`, known to every thread. As in a warp, each of 32
+  /// lanes sums up its own first: a sum rounds as it would on the device.
   template <class F>
   float sum(int count, F f) const {
-    float result = 0;
-    for (int i = 0; i < count; ++i) result += f(i);
-    return result;
+    std::array<float, 32> lanes{};
+    for (int i = 0; i < count; ++i) lanes[i % lanes.size()] += f(i);
+    for (std::size_t half = lanes.size() / 2; half > 0; half /= 2) {
+      for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
   }
   /// The greatest `f(i)`; -infinity for none.
   template <class F>

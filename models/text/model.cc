@@ -18,6 +18,12 @@ at::Tensor add_at_rows(const at::Tensor& x, const at::Tensor& rows, const at::Te
   return put_rows(x, rows, before + features.to(x.scalar_type()));
 }
 
+void move(TextContext& context, at::Device device) {
+  for (at::Tensor* tensor : {&context.mask, &context.padding, &context.cos, &context.sin}) {
+    *tensor = moved(*tensor, device);
+  }
+}
+
 }  // namespace
 
 at::Tensor put_rows(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& features) {
@@ -96,17 +102,21 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
       if (in.cache) context.cache->replace(recorded->keys->block(k));
       continue;
     }
+    // The blocks may live on several devices: the stream follows them.
+    x = moved(x, layers[k]->device());
+    move(context, x.device());
     // A block reads the stream in more than one place: an edit must be seen in all of them.
     if (std::exchange(replayed, false)) x = x.clone();
     x = co_await (*layers[k])(trace, std::move(x), context);
     if (k < deepstack_outputs.size() && k < in.deepstack.size()) {
-      at::Tensor level = std::exchange(in.deepstack[k], {});
+      at::Tensor level = moved(std::exchange(in.deepstack[k], {}), x.device());
       co_await trace.at(*deepstack_outputs[k], level);
-      x = add_at_rows(x, in.visual_rows, level);
+      x = add_at_rows(x, moved(in.visual_rows, x.device()), level);
     }
   }
   if (in.replay.into) in.replay.into->streams.push_back(x);
   if (replayed) x = x.clone();
+  x = moved(x, norm->device());
   x = co_await (*norm)(trace, std::move(x));
   co_await trace.at(output, x);
   co_return x;
