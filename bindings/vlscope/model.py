@@ -211,7 +211,7 @@ class StandardizedTransformer(CausalLM):
         self._folder, self._core = folder, core
         self._dtype = _check_dtype(dtype or torch_dtype)
         self._parts = [] if device_map is None else parts_of(core, self._dtype)
-        self._placement = self._place(device, device_map)
+        self._placement = self._devices(device, device_map)
         self._copy = copy
         self._lock = threading.Lock()
         self._dispatched = False
@@ -230,7 +230,7 @@ class StandardizedTransformer(CausalLM):
         if dispatch:
             self.dispatch()
 
-    def _place(
+    def _devices(
         self, device: str | torch.device | None, device_map: str | Mapping[str, str | torch.device] | None
     ) -> dict[str, torch.device]:
         if device_map is None:
