@@ -13,6 +13,7 @@
 #include <array>
 #include <utility>
 
+#include "core/device.h"
 #include "core/errors.h"
 #include "core/text.h"
 #include "models/tail.h"
@@ -430,7 +431,7 @@ std::vector<at::Tensor> in_prompt_order(std::vector<at::Tensor> levels,
   const at::Tensor images = rows_of(visual.images), videos = rows_of(visual.videos);
   if (images.numel() == 0 || videos.numel() == 0) return levels;
   const at::Tensor order = at::argsort(at::cat({images, videos}));
-  for (at::Tensor& level : levels) level = level.index_select(0, order.to(level.device()));
+  for (at::Tensor& level : levels) level = level.index_select(0, on_device(order, level.device()));
   return levels;
 }
 

@@ -35,6 +35,7 @@ from .errors import (
 from .estimates import estimate
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
+from .kernels import cuda_kernels
 from .model import StandardizedTransformer, load, weight_counts
 from .recording import Recording
 from .trace import InvokeTracer, Saved, Session, Tracer, save
@@ -71,6 +72,7 @@ __all__ = [
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
+    "cuda_kernels",
     "estimate",
     "layouts",
     "load",
