@@ -10,7 +10,6 @@
 #include <numeric>
 #include <string_view>
 
-#include "core/checkpoint.h"
 #include "core/errors.h"
 #include "core/mapped_file.h"
 #include "core/strict_json.h"
