@@ -1,11 +1,12 @@
 """Fuzz targets: libFuzzer programs, and the tests that replay what they have kept."""
 
-def fuzz_target(name, deps):
+def fuzz_target(name, deps, seeds = []):
     """Makes `<name>_fuzz` for --config=fuzz, and `<name>_corpus_test` for every other build.
 
     Args:
       name: `<name>_fuzz.cc` defines LLVMFuzzerTestOneInput; its inputs lie in `corpus/<name>`.
       deps: what that file uses.
+      seeds: files of other folders that are inputs as well.
     """
     source = name + "_fuzz.cc"
     native.cc_binary(
@@ -20,7 +21,7 @@ def fuzz_target(name, deps):
         name = name + "_corpus_test",
         size = "small",
         srcs = [source, "expect.h", "corpus_main.cc"],
-        args = ["tests/fuzz/corpus/" + name],
-        data = native.glob(["corpus/%s/*" % name]),
+        args = ["tests/fuzz/corpus/" + name] + ["$(locations %s)" % label for label in seeds],
+        data = native.glob(["corpus/%s/*" % name]) + seeds,
         deps = deps,
     )
