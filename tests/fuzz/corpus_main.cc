@@ -1,5 +1,5 @@
-// Runs the files on the command line, and those of folders, through a fuzz target, in builds without
-// libFuzzer: what was once found stays tested.
+// Runs the files on the command line, and those of folders, through a fuzz target, in builds
+// without libFuzzer: what was once found stays tested.
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
