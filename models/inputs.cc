@@ -86,7 +86,7 @@ constexpr Modality kImage{"image", "pixel_values", "image_grid_thw", "an image h
 constexpr Modality kVideo{"video", "pixel_values_videos", "video_grid_thw",
                           "a video has 1 frame or more"};
 
-constexpr std::int64_t kLargestSide = 1 << 20;  // Products of three stay far from overflow.
+constexpr std::int64_t kLargestSide = 1 << 20;
 
 void check_grids(const std::vector<Grid>& grids, const VisionConfig& vision,
                  const Modality& modality) {
@@ -119,8 +119,7 @@ void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
         modality.pixels, shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size,
         vision.patch_size, vision.patch_size));
   }
-  std::int64_t patches = 0;
-  for (const Grid& grid : grids) patches += grid.patches();
+  const std::int64_t patches = patches_of(grids);
   if (pixels.size(0) != patches) {
     throw InputError(fmt::format("{} has {} patches, {} counts {}.", modality.pixels,
                                  pixels.size(0), modality.grids, patches));
@@ -155,14 +154,14 @@ void check_placeholders(const at::Tensor& ids, std::int64_t token, const std::ve
                         const VisionConfig& vision, const Modality& modality) {
   const auto* id = ids.const_data_ptr<std::int64_t>();
   const auto found = std::count(id, id + ids.numel(), token);
-  std::int64_t expected = 0;
-  for (const Grid& grid : grids) expected += tokens_of(grid, vision);
+  const std::int64_t merged = vision.spatial_merge_size * vision.spatial_merge_size;
+  const std::int64_t expected = patches_of(grids) / merged;
   if (found == expected) return;
   throw InputError(fmt::format(
       "input_ids holds {0} {1} tokens (id {2}), the {3} {1}(s) give {4} features. Each {1} needs "
       "its placeholder, expanded to {5}rows x columns / {6} tokens.",
       found, modality.noun, token, grids.size(), expected, &modality == &kVideo ? "frames x " : "",
-      vision.spatial_merge_size * vision.spatial_merge_size));
+      merged));
 }
 
 /// A run of image or video tokens, and how far apart in time its frames are.

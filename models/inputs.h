@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "models/config.h"
+#include "models/grid.h"
 #include "models/recording.h"
 
 namespace vlscope {
@@ -44,12 +45,6 @@ struct Inputs {
   std::int64_t past() const {
     return attention_mask.defined() ? attention_mask.size(-1) - input_ids.size(-1) : 0;
   }
-};
-
-/// Grid of one image or video, in patches. A video has one frame for each temporal patch.
-struct Grid {
-  std::int64_t frames, rows, columns;
-  std::int64_t patches() const { return frames * rows * columns; }
 };
 
 /// Brings ids, mask and grids to int64 on the CPU, fills in a mask of ones and the positions, and

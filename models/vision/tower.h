@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/ops/precision.h"
+#include "models/config.h"
 #include "models/layers.h"
 #include "models/recording.h"
 #include "models/vision/layout.h"
