@@ -24,6 +24,7 @@ from .errors import (
     ConfigError,
     InputError,
     LateEditError,
+    NonFiniteError,
     NotReachedError,
     OutOfMemory,
     OutOfOrderError,
@@ -33,6 +34,7 @@ from .errors import (
     VlscopeError,
 )
 from .estimates import estimate
+from .finite import first_nonfinite
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
 from .model import StandardizedTransformer, load, weight_counts
@@ -54,6 +56,7 @@ __all__ = [
     "LateEditError",
     "Module",
     "ModuleList",
+    "NonFiniteError",
     "NotReachedError",
     "OutOfMemory",
     "OutOfOrderError",
@@ -72,6 +75,7 @@ __all__ = [
     "Value",
     "VlscopeError",
     "estimate",
+    "first_nonfinite",
     "layouts",
     "load",
     "save",

@@ -55,10 +55,11 @@ def alike(*numbers):
 
 
 def next_position(model, inputs):
+    """That of the first token after a prompt."""
     with model.generate(**inputs, max_new_tokens=2, eos_token_id=[]) as tracer:
-        for _ in tracer.iter[1]:
-            args, kwargs = model.model.language_model.rotary_emb.inputs
-            return {**kwargs}.get("position_ids", args[-1]).flatten().tolist()
+        next(tracer.iter[1])
+        args, kwargs = model.model.language_model.rotary_emb.inputs
+        return {**kwargs}.get("position_ids", args[-1]).flatten().tolist()
 
 
 def test_po_01_every_image_has_its_grid_and_the_text_goes_on_behind_it(model):
