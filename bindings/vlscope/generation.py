@@ -278,7 +278,7 @@ class GenerationTracer(Tracer):
         raise NonFiniteError(
             f"step {self.step} of the generation has no token to choose: the largest logit of prompt {row} is "
             f"{largest[row].item()}. vlscope.first_nonfinite(model, prompt) names the value where that begins; "
-            "in float16 it is an overflow, which bfloat16 and float32 do not have."
+            "float16 overflows where bfloat16 and float32 do not."
         )
 
     def _run_out(self) -> None:
