@@ -23,7 +23,8 @@ def first_nonfinite(model: StandardizedTransformer, prompt: Any = None, **inputs
 
     Raises `InputError` for what `model.trace` refuses.
     """
-    sites = sorted(model.scan(prompt, **inputs), key=model.order)
+    # Of several names of one place the last listed comes first: a named value stands behind its native ones.
+    sites = sorted(reversed(model.scan(prompt, **inputs)), key=model.order)
     with model.trace(prompt, **inputs) as tracer:
         return next((site for site in sites if not _is_finite(tracer.get(site))), None)
 

@@ -89,6 +89,10 @@ REFUSED = {
     "a grid without pixels": ({"pixel_values": None}, "image_grid_thw was given without pixel_values"),
     "tokens without an image": ({"pixel_values": None, "image_grid_thw": None}, "8 image tokens .* 0 features"),
     "a token too few": ({"input_ids": IDS[:, :9]}, "7 image tokens .* 8 features"),
+    "a broken run": (
+        {"input_ids": torch.tensor([[7, VS, *[IMAGE] * 4, 5, *[IMAGE] * 4, VE]])},
+        "image 0 gives 8 features, but the run of image tokens at position 2 has 4",
+    ),
     "a video token for an image": ({"input_ids": spoiled(IDS, VIDEO, 0, 4)}, "7 image tokens .* 8 features"),
     "seconds of no video": ({"second_per_grid_ts": torch.ones(1)}, "second_per_grid_ts was given, but qwen3_vl"),
 }

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny
 import vlscope
@@ -74,26 +75,24 @@ def test_po_01_every_image_has_its_grid_and_the_text_goes_on_behind_it(model):
     assert next_position(model, inputs) == [11] * 3
 
 
-def axes_of(section, dim, folder):
-    """Which axis drives each frequency of a model, found by moving one axis at a time."""
+def axes_of(folder):
+    """Which axis drives each frequency of a model: the one whose positions give the table's sines."""
     model = vlscope.load(folder)
     inputs = prompt([7, VS, *[IMAGE] * 8, VE, 9], (1, 4, 8))
     with model.trace(**inputs):
         cos, sin = (table[0].clone() for table in model.model.language_model.rotary_emb.output)
-    assert torch.equal(cos[:, : dim // 2], cos[:, dim // 2 :]) and torch.equal(sin[:, : dim // 2], sin[:, dim // 2 :])
-    places = torch.tensor(positions(model, inputs)).float()
+    half = model.head_dim // 2
+    assert torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:])
+    places = torch.tensor(positions(model, inputs)).double()
     base = model.config["text_config"]["rope_parameters"]["rope_theta"]
-    frequencies = base ** (-torch.arange(dim // 2, dtype=torch.float32) / (dim // 2))
-    angles = places[..., None] * frequencies  # [token, axis, frequency]
-    fits = (angles.sin() - sin[:, None, : dim // 2]).abs().amax(0) < 1e-7 * places.max()
-    # The slowest frequencies hardly turn at all: of the axes that fit, the one that fits best.
-    errors = (angles.double().sin() - sin[:, None, : dim // 2]).abs().sum(0)
-    assert fits.any(0).all()
+    angles = places[..., None] * base ** (-torch.arange(half) / half)  # [token, axis, frequency]
+    errors = (angles.sin() - sin[:, None, :half]).abs().amax(0)
+    assert (errors.min(0).values * 10 < errors.median(0).values).all()
     return "".join("THW"[axis] for axis in errors.argmin(0))
 
 
 def test_po_05_the_axes_alternate_along_the_frequencies_and_the_rest_is_time(checkpoint):
-    assert axes_of([4, 2, 2], 16, checkpoint("dense")) == "THWTHWTT"
+    assert axes_of(checkpoint("dense")) == "THWTHWTT"
 
 
 def test_po_05_the_sections_of_the_released_models(tmp_path, monkeypatch):
@@ -102,7 +101,7 @@ def test_po_05_the_sections_of_the_released_models(tmp_path, monkeypatch):
     # A small base, so that each of the 64 frequencies turns visibly.
     config["text_config"]["rope_parameters"].update(mrope_section=[24, 20, 20], rope_theta=100.0)
     monkeypatch.setitem(tiny.CONFIGS, "released sections", config)
-    assert axes_of([24, 20, 20], 128, tiny.build("released sections", tmp_path / "model")) == "THW" * 20 + "TTTT"
+    assert axes_of(tiny.build("released sections", tmp_path / "model")) == "THW" * 20 + "TTTT"
 
 
 def test_po_07_rows_and_columns_are_those_of_the_merged_grid(model, wide):
@@ -114,8 +113,7 @@ def test_po_07_rows_and_columns_are_those_of_the_merged_grid(model, wide):
 def test_po_07_attention_is_causal_by_index_whatever_the_positions(model, wide):
     changed = {**wide, "input_ids": wide["input_ids"].clone()}
     changed["input_ids"][0, -1] = 11
-    sites = [site for site in ("layers.3.layer_output", "logits")]
-    for site in sites:
+    for site in ("layers.3.layer_output", "logits"):
         with model.trace(**wide):
             before = model.get(site).clone()
         with model.trace(**changed):
@@ -142,8 +140,6 @@ def test_po_09_a_text_is_that_of_the_plain_text_model_and_reaches_no_image_value
     settings = {**tiny.CONFIGS["dense"]["text_config"]}
     settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6}
     plain = Qwen3ForCausalLM(Qwen3Config(**settings, attn_implementation="sdpa")).eval()
-    from safetensors.torch import load_file
-
     stored = load_file(checkpoint("dense") / "model.safetensors")
     weights = {name.replace("model.language_model.", "model."): t for name, t in stored.items() if "visual" not in name}
     plain.load_state_dict(weights)
