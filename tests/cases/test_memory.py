@@ -75,7 +75,7 @@ GROWTH = {
     "traces": ("for _ in range(4): text(200)", "for _ in range(300): text(200)"),
     "prompt lengths": ("for k in (299, 0, 150, 299): text(3 * k + 3)", "for k in range(300): text(3 * k + 3)"),
     "image sizes": ("for k in (299, 0, 150, 299): image(k)", "for k in range(300): image(k)"),
-    # A copy of the weights is 1.4 MB.
+    # A copy of the weights is 1.3 MB.
     "dropped models": ("for _ in range(3): dropped()", "for _ in range(25): dropped()"),
 }
 
@@ -127,9 +127,9 @@ def test_mp_03_saving_one_value_of_every_block_keeps_nothing_else(measured):
         with model.trace(ids):
             kept = [layer.layer_output.save() for layer in model.layers]
         grown = peak() - before
-        bytes_ = vlscope.estimate(model, ids, "layers.*.layer_output")
-        assert sum(bytes_.values()) == sum(value.nbytes for value in kept) == 4 * 3000 * 48 * 4
-        print(grown, sum(bytes_.values()) / 1e6)
+        saved = sum(value.nbytes for value in kept)
+        assert saved == 4 * 3000 * 48 * 4
+        print(grown, saved / 1e6)
     """)
     assert float(grown) < float(saved) + 60
 
