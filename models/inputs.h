@@ -52,6 +52,10 @@ struct Inputs {
 /// @throws InputError naming what disagrees, before any compute.
 Inputs checked(Inputs inputs, const Config& config);
 
+/// Refuses pixels on the meta device, which are enough for a scan and for nothing else.
+/// @throws InputError naming them.
+void check_pixels_hold_data(const Inputs& inputs);
+
 /// The prompt of a generation: checked, with an empty cache, and with logits of the last position
 /// only.
 /// @param capacity tokens that may follow the prompt.

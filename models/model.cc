@@ -183,7 +183,6 @@ void Model::note_weight_edits() {
 std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
   Trace::Options options;
-  options.batch = inputs.input_ids.size(0);
   options.later_step = inputs.cache && inputs.past() > 0;
   options.images = inputs.pixel_values.defined();
   options.videos = inputs.pixel_values_videos.defined();
@@ -202,7 +201,9 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
     const std::vector<at::Tensor>& levels = recorded->vision.deepstack;
     options.foreign.insert(options.foreign.end(), levels.begin(), levels.end());
   }
+  check_pixels_hold_data(inputs);
   inputs = checked(std::move(inputs), config());
+  options.batch = inputs.input_ids.size(0);
   if (inputs.replay.tail) {
     options.batch = inputs.replay.tail->copies;
     options.start = &root_->tail_start();

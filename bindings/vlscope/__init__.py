@@ -24,6 +24,7 @@ from .errors import (
     ConfigError,
     InputError,
     LateEditError,
+    NonFiniteError,
     NotReachedError,
     OutOfMemory,
     OutOfOrderError,
@@ -33,6 +34,7 @@ from .errors import (
     VlscopeError,
 )
 from .estimates import estimate
+from .finite import first_nonfinite
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
 from .kernels import cuda_kernels
@@ -55,6 +57,7 @@ __all__ = [
     "LateEditError",
     "Module",
     "ModuleList",
+    "NonFiniteError",
     "NotReachedError",
     "OutOfMemory",
     "OutOfOrderError",
@@ -74,6 +77,7 @@ __all__ = [
     "VlscopeError",
     "cuda_kernels",
     "estimate",
+    "first_nonfinite",
     "layouts",
     "load",
     "save",

@@ -53,6 +53,10 @@ _ELSEWHERE = {
     "num_beams": "a generation is one sequence a prompt; give a list of prompts for several",
     "num_return_sequences": "a generation is one sequence a prompt; give a list of the same prompt, and a seed",
     "use_cache": "steps always run over the cache; model.trace(input_ids=ids so far) is a full pass",
+    "position_ids": "positions follow from the ids, the attention mask and the grids",
+    "inputs_embeds": "assign model.token_embeddings inside the trace",
+    "past_key_values": "a generation keeps its own; model.record(prompt, keys=True) keeps one to start from",
+    "labels": "compute the loss from model.logits",
     "output_attentions": "read layers[i].self_attn.attention_probabilities",
     "output_hidden_states": "read layers[i].layer_output",
 }
