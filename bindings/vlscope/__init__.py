@@ -28,6 +28,7 @@ from .errors import (
     NotReachedError,
     OutOfMemory,
     OutOfOrderError,
+    TokenizationError,
     Unavailable,
     UnknownSite,
     UnsupportedFamily,
@@ -69,6 +70,7 @@ __all__ = [
     "Session",
     "StandardizedTransformer",
     "Tensors",
+    "TokenizationError",
     "Tracer",
     "Unavailable",
     "UnknownSite",
@@ -85,7 +87,8 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = ("demo", "patching", "processing", "printing")  # imported when first used: they cost start-up time
+#: Imported when first used: they cost start-up time.
+_LAZY = ("demo", "interventions", "patching", "processing", "printing", "prompts")
 
 
 def __getattr__(name: str) -> Any:

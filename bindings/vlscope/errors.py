@@ -12,6 +12,7 @@ __all__ = [
     "NotReachedError",
     "OutOfMemory",
     "OutOfOrderError",
+    "TokenizationError",
     "Unavailable",
     "UnknownSite",
     "UnsupportedFamily",
@@ -41,6 +42,10 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 class InputError(VlscopeError, ValueError):
     """Token ids, masks, grids, pixels, images or a written value do not fit."""
+
+
+class TokenizationError(InputError):
+    """A word has no first token that is its own."""
 
 
 class UnknownSite(InputError, KeyError):
