@@ -24,6 +24,7 @@ from .errors import (
     ConfigError,
     InputError,
     LateEditError,
+    NonFiniteError,
     NotReachedError,
     OutOfMemory,
     OutOfOrderError,
@@ -34,8 +35,10 @@ from .errors import (
     VlscopeError,
 )
 from .estimates import estimate
+from .finite import first_nonfinite
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
+from .kernels import cuda_kernels
 from .model import StandardizedTransformer, load, weight_counts
 from .recording import Recording
 from .trace import InvokeTracer, Saved, Session, Tracer, save
@@ -55,6 +58,7 @@ __all__ = [
     "LateEditError",
     "Module",
     "ModuleList",
+    "NonFiniteError",
     "NotReachedError",
     "OutOfMemory",
     "OutOfOrderError",
@@ -73,7 +77,9 @@ __all__ = [
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
+    "cuda_kernels",
     "estimate",
+    "first_nonfinite",
     "layouts",
     "load",
     "save",

@@ -8,6 +8,7 @@ __all__ = [
     "ConfigError",
     "InputError",
     "LateEditError",
+    "NonFiniteError",
     "NotReachedError",
     "OutOfMemory",
     "OutOfOrderError",
@@ -59,6 +60,10 @@ class Unavailable(VlscopeError, RuntimeError):
 
 class OutOfMemory(VlscopeError, MemoryError):
     """A tensor could not be allocated. The trace that asked for it has ended; the model works on."""
+
+
+class NonFiniteError(VlscopeError, ArithmeticError):
+    """The logits of a step of a generation are no numbers to choose a token by."""
 
 
 class OutOfOrderError(VlscopeError, RuntimeError):

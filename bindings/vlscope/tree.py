@@ -356,14 +356,23 @@ class Module(_core.ModuleBase):
     def get(self, path: str) -> Any:
         """The module, list or value at a dotted path below this one: `get("layers.0.self_attn")`."""
         found: Any = self
-        for name in path.split("."):
+        names = iter(path.split("."))
+        for name in names:
             if isinstance(found, (ModuleList, Tensors)):
                 if not name.lstrip("-").isdigit():
                     raise AttributeError(f"{path!r}: a list takes an index, not {name!r}")
                 found = found[int(name)]
+            elif isinstance(found, Module) and name == "input" and (field := next(names, None)) is not None:
+                found = found._get_list(f"input.{field}")
             else:
                 found = getattr(found, name)
         return found
+
+    def _get_list(self, name: str) -> Tensors:
+        """The tensors of one argument that is a list, a site of its own: `input.deepstack_visual_embeds`."""
+        from .sites import number
+
+        return self._read_many(number(self._model, f"{self._path}.{name}"))
 
     def _names(self) -> list[str]:
         aliases = [name for name in self._kind.aliases if self._follow(name) is not None]
