@@ -134,6 +134,24 @@ def test_the_chat_form_ends_with_the_words_or_with_an_open_turn(model, instructe
     assert ("<|im_start|>system" in opened.prompt) == system and "which word comes next" in opened.prompt
 
 
+class Thinker:
+    """A template that opens a turn with thoughts, and ends those of a finished answer before it."""
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        turns = [f"<{turn['role']}>{turn['content'].strip()}</{turn['role']}>" for turn in messages]
+        if turns[-1].startswith("<assistant>"):
+            turns[-1] = turns[-1].replace("<assistant>", "<assistant><think></think>")
+        return "".join(turns) + ("<assistant><think>" if add_generation_prompt else "")
+
+
+def test_the_words_are_those_of_an_answer_and_not_of_its_thoughts():
+    made = it_repeat_prompt(Thinker(), ["cat"], use_system_prompt=False)
+    assert made.prompt.endswith("<user>cat cat\n?</user><assistant><think></think>cat cat\n?")
+    assert it_repeat_prompt(Thinker(), ["cat"], placeholder="x ").prompt.endswith("</think>cat cat\nx")
+    opened = it_repeat_prompt(Thinker(), ["cat"], complete_prompt=False)
+    assert opened.prompt.endswith("<user>cat cat\n?</user><assistant><think>")
+
+
 def test_the_chat_form_takes_a_model_a_processor_or_a_tokenizer_of_transformers(model, checkpoint, auto):
     made = it_repeat_prompt(model)
     assert it_repeat_prompt(model.processor) == made

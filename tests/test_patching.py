@@ -257,6 +257,15 @@ def test_a_sweep_of_a_batch_is_the_mean_of_the_sweeps_of_its_prompts(model):
     assert torch.equal(one.values, same.values)
 
 
+def test_all_rows_are_run_of_a_batch_and_along_an_axis_by_its_number(model):
+    given = {"layers": 4, "metric": PAIR}
+    batch = patching.sweep(model, [FRANCE, SPAIN], [ITALY, JAPAN], rows="affected", **given)
+    numbered = patching.sweep(model, FRANCE, ITALY, rows="affected", axis=1, **given)
+    assert batch.rows == numbered.rows == "all"
+    assert torch.equal(batch.values, patching.sweep(model, [FRANCE, SPAIN], [ITALY, JAPAN], **given).values)
+    assert torch.equal(numbered.values, patching.sweep(model, FRANCE, ITALY, **given).values)
+
+
 def test_an_attribution_of_a_batch_is_the_mean_of_those_of_its_prompts(model):
     first, second, both = halves(lambda *prompts: patching.attribution(model, *prompts[:2], metric=prompts[2]))
     torch.testing.assert_close(both.values, (first.values + second.values) / 2, rtol=1e-3, atol=1e-4)
@@ -510,6 +519,18 @@ def test_with_nothing_frozen_a_path_to_the_next_stream_equals_patching_the_sende
             patching.replace(tracer, sender, donor, **at)
             expected = tracer.logits.save()
         assert got == probe(expected).item(), at
+
+
+def test_an_edit_that_stands_is_made_in_every_run_of_a_path(model):
+    sender = "layers.1.self_attn.attention_output"
+    with model.edit(["layers.0.mlp.mlp_output", "layers.3.mlp.mlp_output"], torch.zero_):
+        got = patching.path(model, FRANCE, ITALY, sender, "layers.4.layer_input", metric=probe, freeze=[])
+        donor = patching.collect(model, FRANCE, sender)
+        with model.trace(ITALY) as tracer:
+            patching.replace(tracer, sender, donor)
+            expected = probe(tracer.logits).item()
+    assert got == expected
+    assert got != patching.path(model, FRANCE, ITALY, sender, "layers.4.layer_input", metric=probe, freeze=[])
 
 
 def test_a_path_through_every_reader_of_one_block_equals_patching_its_input(model):

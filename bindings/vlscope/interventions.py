@@ -153,8 +153,12 @@ def it_repeat_prompt(
     else:
         chat.append(("user", words_to_repeat if use_system_prompt else f"{task}\n{words_to_repeat}"))
     messages = [{"role": role, "content": text} for role, text in chat]
-    text = template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return TargetPrompt(text + words_to_repeat if complete_prompt else text, -1)
+    if not complete_prompt:
+        return TargetPrompt(template.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), -1)
+    answered = [*messages, {"role": "assistant", "content": words_to_repeat}]
+    text = template.apply_chat_template(answered, tokenize=False)
+    spoken = words_to_repeat.strip()  # as templates write a message
+    return TargetPrompt(text[: text.rindex(spoken) + len(spoken)], -1)
 
 
 @torch.no_grad()
