@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from measure import Row, Times, Work, interleaved, row
+from measure import Row, Sizes, Times, Work, interleaved, ratios, row
 from overhead import PROMPT, load_peer, peer_forward
 
 import vlscope
