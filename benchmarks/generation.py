@@ -108,7 +108,8 @@ def rows(times: Times) -> list[Row]:
     ]
 
 
-def run(reps: int, peers: bool = True) -> list[Row]:
+def run(sizes: Sizes) -> list[Row]:
+    reps, peers = sizes.short, sizes.peers
     model = vlscope.load("demo")
     image = model.encode(PROMPT, images=[vlscope.demo.picture("red", size=(64, 64))])
     text = model.encode(LONG)

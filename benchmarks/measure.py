@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 Times = dict[str, list[float]]
+Name = TypeVar("Name")
 
 
 class Timed(Protocol):
@@ -59,7 +60,7 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def interleaved(works: Mapping[str, Timed], reps: int) -> Times:
+def interleaved(works: Mapping[Name, Timed], reps: int) -> dict[Name, list[float]]:
     """Times of each work, `reps` of them after a tenth more to warm up.
 
     Every repetition runs each work once, in an order drawn anew (from a fixed seed): what a run
@@ -68,7 +69,7 @@ def interleaved(works: Mapping[str, Timed], reps: int) -> Times:
     order = list(works)
     shuffle = random.Random(0).shuffle
     warm_up = max(reps // 10, 1)
-    times: Times = {name: [] for name in works}
+    times: dict[Name, list[float]] = {name: [] for name in works}
     with no_collection():
         for rep in range(-warm_up, reps):
             shuffle(order)

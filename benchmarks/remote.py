@@ -36,8 +36,9 @@ class Process:
         variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if environment is not None:
             variables.pop("PYTHONPATH", None)
+        self._log = tempfile.TemporaryFile("w+")
         self._child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=variables
         )
         self.engines: Mapping[str, list[str]] = self._answer()["engines"]
 
@@ -54,7 +55,8 @@ class Process:
         line = self._child.stdout.readline()
         if not line:
             self._child.wait()
-            raise EngineError(f"{self._name} ended without an answer (status {self._child.returncode})")
+            self._log.seek(0)
+            raise EngineError(f"{self._name} ended with status {self._child.returncode}: {self._log.read()[-2000:]}")
         answer = json.loads(line)
         if "error" in answer:
             raise EngineError(f"{self._name}: {answer['error']}\n{answer['traceback']}")
@@ -64,6 +66,7 @@ class Process:
         assert self._child.stdin is not None
         self._child.stdin.close()
         self._child.wait()
+        self._log.close()
 
 
 @dataclasses.dataclass(frozen=True)
