@@ -16,8 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import forward
 import generation
 import loading
+import memory
 import overhead
 import report
 import torch
@@ -25,7 +27,14 @@ import traces
 from measure import Sizes
 
 #: One module a suite, with `run(sizes) -> list[Row]`, and `text(rows)` where its table is a special one.
-SUITES: dict[str, ModuleType] = {"overhead": overhead, "traces": traces, "generation": generation, "loading": loading}
+SUITES: dict[str, ModuleType] = {
+    "overhead": overhead,
+    "traces": traces,
+    "forward": forward,
+    "generation": generation,
+    "loading": loading,
+    "memory": memory,
+}
 
 
 def machine() -> dict[str, Any]:

@@ -33,6 +33,11 @@ SHAPES: dict[str, tuple[str, tuple[int, int, list[int]] | None, torch.dtype]] = 
 }
 #: Tokens before the special ones, in the released tokenizers.
 ORDINARY_TOKENS = 151_643
+#: Those after them, in their order.
+SPECIAL = (
+    "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end "
+    "vision_start vision_end vision_pad image_pad video_pad"
+).split()
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -74,29 +79,17 @@ def _write_processor(where: Path) -> None:
     (where / "preprocessor_config.json").write_text(json.dumps(images))
     tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
     options = json.loads((DEMO / "tokenizer_config.json").read_text())
-    moved = {}
-    for offset, token in enumerate(tokenizer["added_tokens"]):
-        moved[token["id"]] = token["id"] = ORDINARY_TOKENS + _released_offset(token["content"], offset)
-    options["added_tokens_decoder"] = {str(moved[int(k)]): v for k, v in options["added_tokens_decoder"].items()}
+    like = tokenizer["added_tokens"][0]
+    special = {ORDINARY_TOKENS + offset: f"<|{name}|>" for offset, name in enumerate(SPECIAL)}
+    tokenizer["added_tokens"] = [{**like, "id": index, "content": content} for index, content in special.items()]
+    options["added_tokens_decoder"] = {
+        str(token["id"]): {key: value for key, value in token.items() if key != "id"}
+        for token in tokenizer["added_tokens"]
+    }
     vocab, merges = _vocabulary(tokenizer["model"]["vocab"])
     tokenizer["model"].update(vocab=vocab, merges=merges)
     (where / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
     (where / "tokenizer_config.json").write_text(json.dumps(options))
-
-
-def _released_offset(content: str, offset: int) -> int:
-    """Where a special token stands after the ordinary ones in the released tokenizers."""
-    released = {
-        "<|endoftext|>": 0,
-        "<|im_start|>": 1,
-        "<|im_end|>": 2,
-        "<|vision_start|>": 9,
-        "<|vision_end|>": 10,
-        "<|vision_pad|>": 11,
-        "<|image_pad|>": 12,
-        "<|video_pad|>": 13,
-    }
-    return released.get(content, 14 + offset)
 
 
 def _vocabulary(known: dict[str, int]) -> tuple[dict[str, int], list[list[str]]]:

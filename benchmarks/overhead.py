@@ -128,12 +128,12 @@ def hooks(parts: Sequence[torch.nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def peer_forward(peer: Any, inputs: Inputs) -> Callable[[], torch.Tensor]:
+def peer_forward(peer: Any, inputs: Inputs, **options: Any) -> Callable[[], torch.Tensor]:
     types = (inputs["input_ids"] == peer.config.image_token_id).int()
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
-            return peer(**inputs, mm_token_type_ids=types, use_cache=False).logits
+            return peer(**inputs, mm_token_type_ids=types, use_cache=False, **options).logits
 
     return forward
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,14 @@ class EngineError(RuntimeError):
 class Process:
     """A process of engines; `engines` maps each to the works that it can do."""
 
-    def __init__(self, module: str, checkpoint: Path, inputs: Path, threads: int) -> None:
+    def __init__(
+        self, module: str, checkpoint: Path, inputs: Path, threads: int, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._name = module
         environment = MODULES[module]
         python = sys.executable if environment is None else str(CACHE / "peers" / environment / "bin" / "python")
         command = [python, str(HERE / "engines" / "serve.py"), module, str(checkpoint), str(inputs), str(threads)]
-        variables = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        variables = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
         if environment is not None:
             variables.pop("PYTHONPATH", None)
         self._log = tempfile.TemporaryFile("w+")
@@ -42,13 +44,13 @@ class Process:
         )
         self.engines: Mapping[str, list[str]] = self._answer()["engines"]
 
-    def ask(self, engine: str, work: str, keep: Path | None = None) -> float:
-        """Microseconds of one run, whose tensors are then in `keep`."""
+    def ask(self, engine: str, work: str, keep: Path | None = None, peak: bool = False) -> dict[str, Any]:
+        """What one run tells; see `engines/serve.py`."""
         assert self._child.stdin is not None
-        request = {"engine": engine, "work": work, "keep": None if keep is None else str(keep)}
+        request = {"engine": engine, "work": work, "keep": None if keep is None else str(keep), "peak": peak}
         self._child.stdin.write(json.dumps(request) + "\n")
         self._child.stdin.flush()
-        return self._answer()["us"]
+        return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._child.stdout is not None
@@ -78,7 +80,7 @@ class RemoteWork:
     work: str
 
     def time(self) -> float:
-        return self.process.ask(self.engine, self.work)
+        return self.process.ask(self.engine, self.work)["us"]
 
     def deliver(self) -> list[torch.Tensor]:
         """What one run delivers."""
@@ -94,14 +96,20 @@ def installed(module: str) -> bool:
 
 
 @contextmanager
-def started(modules: list[str], checkpoint: Path, inputs: Mapping[str, Any], threads: int) -> Iterator[list[Process]]:
+def started(
+    modules: Sequence[str],
+    checkpoint: Path,
+    inputs: Mapping[str, Any],
+    threads: int,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[list[Process]]:
     """The processes of these modules, ready and ended with the block."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         path = Path(folder) / "inputs.pt"
         torch.save(dict(inputs), path)
         processes = []
         for module in modules:
-            process = Process(module, checkpoint, path, threads)
+            process = Process(module, checkpoint, path, threads, variables)
             stack.callback(process.close)
             processes.append(process)
         yield processes

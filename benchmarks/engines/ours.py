@@ -56,6 +56,10 @@ class Traced(Untraced):
         with self.model.trace(**self.run):
             return [layer.self_attn.attention_row().save() for layer in self.model.layers]
 
+    def pattern(self) -> list[torch.Tensor]:
+        with self.model.trace(**self.run):
+            return [self.model.layers[1].self_attn.attention_probabilities.save()]
+
     def zeroed(self) -> list[torch.Tensor]:
         model = self.model
         with model.trace(**self.run):

@@ -5,8 +5,9 @@ still be interleaved. Started by `remote.Process` with the environment's own Pyt
 
 `MODULE.engines(checkpoint, inputs)` gives the engines by name; their methods named in `WORKS` each do one
 run of a work and return the tensors that it delivered. A request is a line of JSON, `{"engine": "ours",
-"work": "nothing", "keep": null}`; the answer holds the microseconds of the run, and with `keep` the
-tensors lie in that file.
+"work": "nothing", "keep": null, "peak": false}`; the answer holds the microseconds of the run, and with
+`keep` the tensors lie in that file. With `peak` the work is run twice, and the answer holds the bytes by
+which the second run's peak exceeded what the process held before it, and those that it delivered.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import gc
 import importlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ WORKS = (
     "every_layer",
     "every_vision_block",
     "last_rows",
+    "pattern",
     "zeroed",
     "layer_sweep",
     "position_sweep",
@@ -35,8 +39,27 @@ WORKS = (
 LONG_US = 100_000
 
 
+def resident(name: str) -> int:
+    """Bytes: `VmRSS`, or since the last reset its peak `VmHWM`."""
+    found = re.search(rf"{name}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def peak(work: Callable[[], list[Any]]) -> dict[str, Any]:
+    work()  # every weight is in memory now, and every buffer that is made once
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts anew
+    delivered = work()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in delivered}
+    return {"peak": resident("VmHWM") - before, "delivered": sum(storages.values())}
+
+
 def run(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
     work = getattr(engine, request["work"])
+    if request["peak"]:
+        return peak(work)
     start = time.perf_counter()
     delivered = work()
     us = (time.perf_counter() - start) * 1e6
