@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from checkpoints import folder
 from inputs import image_prompt
-from measure import Row, Sizes, Times, Work, interleaved, ratios, row
+from measure import Row, Sizes, Times, Work, interleaved, ratios, row, threads
 from overhead import load_peer, peer_forward
 
 import vlscope
@@ -114,12 +114,8 @@ def check(model: Model, peer: Any, run: Inputs, several: Inputs) -> None:
 
 
 def run(sizes: Sizes) -> list[Row]:
-    name, before = sizes.models[-1], torch.get_num_threads()
-    torch.set_num_threads(sizes.threads or os.cpu_count() or 1)
-    try:
-        return measured(name, sizes)
-    finally:
-        torch.set_num_threads(before)
+    with threads(sizes.threads or os.cpu_count() or 1):
+        return measured(sizes.models[-1], sizes)
 
 
 def measured(name: str, sizes: Sizes) -> list[Row]:

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 Times = dict[str, list[float]]
 Name = TypeVar("Name")
 
@@ -58,6 +60,17 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch computes with so many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def interleaved(works: Mapping[Name, Timed], reps: int) -> dict[Name, list[float]]:
