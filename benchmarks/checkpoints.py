@@ -35,9 +35,9 @@ SHAPES: dict[str, tuple[str, tuple[int, int, list[int]] | None, torch.dtype]] = 
 ORDINARY_TOKENS = 151_643
 #: Those after them, in their order.
 SPECIAL = (
-    "endoftext im_start im_end object_ref_start object_ref_end box_start box_end quad_start quad_end "
-    "vision_start vision_end vision_pad image_pad video_pad"
-).split()
+    *("endoftext", "im_start", "im_end", "object_ref_start", "object_ref_end", "box_start", "box_end"),
+    *("quad_start", "quad_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"),
+)
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 

@@ -126,7 +126,10 @@ def measured(name: str, sizes: Sizes) -> list[Row]:
     if sizes.peers:
         peer = load_peer(model)
         check(model, peer, prompt, several)
-        works["peer"], works["peer, last logits"] = peer_forward(peer, prompt), peer_forward(peer, prompt, logits_to_keep=1)
+        works["peer"], works["peer, last logits"] = (
+            peer_forward(peer, prompt),
+            peer_forward(peer, prompt, logits_to_keep=1),
+        )
     with torch.no_grad():
         times = interleaved({what: Work(work) for what, work in works.items()}, sizes.long)
         rows = _time_rows(name, times) + _profile_rows(name, model, prompt, sizes.long)
@@ -149,14 +152,27 @@ def _time_rows(name: str, times: Times) -> list[Row]:
     if peer:
         last = ratios(times["last_logits"], times["peer, last logits"])
         rows += [
-            row(f"{name}: untraced forward, of transformers sdpa", ratios(times["forward"], times["peer"]), target=NOT_SLOWER, unit="x"),
+            row(
+                f"{name}: untraced forward, of transformers sdpa",
+                ratios(times["forward"], times["peer"]),
+                target=NOT_SLOWER,
+                unit="x",
+            ),
             row(f"{name}: last logits, of transformers sdpa with logits_to_keep=1", last, target=NOT_SLOWER, unit="x"),
         ]
     for work in ("next_token", "early_stop", "skipped"):
         share = ratios(times[work], times["forward"])
         rows.append(row(f"{name}: {titles[work]}, of the whole forward", share, target=NOT_SLOWER, unit="x"))
     together = ratios(times["images together"], times["images one by one"])
-    return [*rows, row(f"{name}: {IMAGES} images in one prompt, of {IMAGES} runs of the tower", together, target=NOT_SLOWER, unit="x")]
+    return [
+        *rows,
+        row(
+            f"{name}: {IMAGES} images in one prompt, of {IMAGES} runs of the tower",
+            together,
+            target=NOT_SLOWER,
+            unit="x",
+        ),
+    ]
 
 
 def _profile_rows(name: str, model: Model, prompt: Inputs, reps: int) -> list[Row]:
@@ -198,4 +214,12 @@ def patch_embedding(name: str, model: Model, prompt: Inputs, reps: int) -> list[
         }
     times = interleaved(works, max(reps, 5))
     faster = ratios(times["convolution"], times["product"])
-    return [row(f"{name}: patch embedding as a product, times as fast", faster, target=PATCHES_AS_PRODUCT, unit="x", at_least=True)]
+    return [
+        row(
+            f"{name}: patch embedding as a product, times as fast",
+            faster,
+            target=PATCHES_AS_PRODUCT,
+            unit="x",
+            at_least=True,
+        )
+    ]

@@ -151,7 +151,13 @@ def at_real_widths(name: str, sizes: Sizes) -> list[Row]:
         token = slopes(times[how], times["one token"], NEW_TOKENS - 1)
         rows += [
             row(f"{name}: one more token, {how}", [us / 1000 for us in token], unit="ms"),
-            row(f"{name}: of what reading the weights allows, {how}", ratios(reading, token), target=OF_READING, unit="x", at_least=True),
+            row(
+                f"{name}: of what reading the weights allows, {how}",
+                ratios(reading, token),
+                target=OF_READING,
+                unit="x",
+                at_least=True,
+            ),
         ]
     return rows
 

@@ -56,7 +56,11 @@ processor = AutoProcessor.from_pretrained(sys.argv[1])
 prepared = time.perf_counter() - start
 content = [{"type": "image", "image": picture}, {"type": "text", "text": "What is this?"}]
 inputs = processor.apply_chat_template(
-    [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    [{"role": "user", "content": content}],
+    add_generation_prompt=True,
+    tokenize=True,
+    return_dict=True,
+    return_tensors="pt",
 )
 with torch.no_grad():
     logits = model(**inputs, logits_to_keep=1).logits

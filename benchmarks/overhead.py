@@ -220,9 +220,17 @@ def our_rows(times: Times, works: dict[str, Work], blocks: int, reps: int) -> li
     read = slopes(times["read_many"], times["to_the_logits"], places)
     edit = slopes(times["edit_many"], times["edit_others"], places)
     assignment = slopes(times["assign_many"], times["to_the_logits"], places)
-    speedup = row(
-        "times as fast as transformers, untraced", ratios(peer, times["forward"]), target=FORWARD_SPEEDUP, unit="x", at_least=True
-    ) if peer else None
+    speedup = (
+        row(
+            "times as fast as transformers, untraced",
+            ratios(peer, times["forward"]),
+            target=FORWARD_SPEEDUP,
+            unit="x",
+            at_least=True,
+        )
+        if peer
+        else None
+    )
     return [
         *([speedup] if speedup else []),
         row("untraced forward", times["forward"], peer=peer),

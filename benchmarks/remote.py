@@ -38,7 +38,7 @@ class Process:
         variables = {**os.environ, "OMP_NUM_THREADS": str(threads), **(variables or {})}
         if environment is not None:
             variables.pop("PYTHONPATH", None)
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._child = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=variables
         )

@@ -26,7 +26,11 @@ def blocks(results: Mapping[str, Any], suites: Mapping[str, ModuleType]) -> dict
     """The machine, a table for each suite, and the one of targets, by name."""
     rows = rows_of(results)
     tables = {suite: getattr(suites[suite], "text", measure.table)(found) for suite, found in rows.items()}
-    return {"machine": _machine(results), **tables, "targets": targets([row for found in rows.values() for row in found])}
+    return {
+        "machine": _machine(results),
+        **tables,
+        "targets": targets([row for found in rows.values() for row in found]),
+    }
 
 
 def _machine(results: Mapping[str, Any]) -> str:
@@ -56,7 +60,8 @@ def _block(name: str) -> re.Pattern[str]:
 def written(page: str, texts: Mapping[str, str]) -> str:
     """The page with these texts in the blocks of their names. Raises ValueError where one has no block."""
     for name, text in texts.items():
-        page, count = _block(name).subn(lambda match: f"{match[1]}```text\n{text}\n```\n", page)
+        block = f"```text\n{text}\n```\n"
+        page, count = _block(name).subn(lambda match, block=block: match[1] + block, page)
         if count != 1:
             raise ValueError(f"{PAGE.name} has {count} blocks named {name}; one is expected")
     return page

@@ -27,9 +27,7 @@ class Bridge(Untraced):
         return [self.bridge(self.ids, **self.run, logits_to_keep=1)]
 
     def _hooked(self, names: list[str], hook: Callable[..., Any], **options: Any) -> torch.Tensor:
-        return self.bridge.run_with_hooks(
-            self.ids, fwd_hooks=[(name, hook) for name in names], **self.run, **options
-        )
+        return self.bridge.run_with_hooks(self.ids, fwd_hooks=[(name, hook) for name in names], **self.run, **options)
 
     def _kept(self, names: list[str], part: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
         kept: list[torch.Tensor] = []
