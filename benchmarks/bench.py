@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 def sizes_of(arguments: argparse.Namespace) -> Sizes:
     peers, threads = not arguments.no_peers, arguments.threads
     if arguments.quick:
-        return Sizes(20, 2, peers, threads, ("tiny",))
+        return Sizes(min(arguments.reps, 20), 2, peers, threads, ("tiny",))
     return Sizes(arguments.reps, arguments.long_reps, peers, threads, ("tiny", "2b" if arguments.full else "cut2b"))
 
 
