@@ -1,7 +1,8 @@
 """Benchmarks: `./dev bench [SUITE ...] [options]`; every suite when none is named.
 
 Figures are medians. The last table sets every figure that has a target beside it, and says why a
-target is missed. `--write` puts the figures into docs/performance.md and benchmarks/results.json.
+target is missed. `--write` puts the figures into docs/performance.md and benchmarks/results.json. With
+`--from FILE` only the suites that are named are measured, and the others' figures are those of the file.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import overhead
 import report
 import torch
 import traces
+from checkpoints import CACHE
 from measure import Sizes
 
 #: One module a suite, with `run(sizes) -> list[Row]`, and `text(rows)` where its table is a special one.
@@ -35,6 +37,8 @@ SUITES: dict[str, ModuleType] = {
     "loading": loading,
     "memory": memory,
 }
+#: The figures of the last run.
+LAST = CACHE / "last.json"
 
 
 def machine() -> dict[str, Any]:
@@ -60,7 +64,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="leave the other engines out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     parser.add_argument("--write", action="store_true", help="write the figures into the page and results.json")
-    parser.add_argument("--from", type=Path, metavar="FILE", dest="stored", help="measure nothing, show these figures")
+    parser.add_argument(
+        "--from", type=Path, metavar="FILE", dest="stored", help="take the suites not named from this file"
+    )
     arguments = parser.parse_args()
     if unknown := set(arguments.suites) - set(SUITES):
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {', '.join(SUITES)}")
@@ -76,21 +82,29 @@ def sizes_of(arguments: argparse.Namespace) -> Sizes:
     return Sizes(arguments.reps, arguments.long_reps, peers, threads, ("tiny", "2b" if arguments.full else "cut2b"))
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of the suites, as they are stored."""
-    results: dict[str, Any] = {"machine": machine(), "arguments": sys.argv[1:], "suites": {}, "seconds": {}}
-    for name in arguments.suites or SUITES:
+def figures(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures as they are stored: those of the suites asked for, beside kept ones of the others.
+
+    They are kept after each suite, so that a run of an hour is not lost to its last minute.
+    """
+    results: dict[str, Any] = {"suites": {}, "seconds": {}}
+    wanted = arguments.suites or list(SUITES)
+    if arguments.stored:
+        results, wanted = json.loads(arguments.stored.read_text()), arguments.suites
+    for name in wanted:
+        results |= {"machine": machine(), "arguments": sys.argv[1:]}
         start = time.perf_counter()
-        rows = SUITES[name].run(sizes_of(arguments))
-        results["suites"][name] = [row.as_dict() for row in rows]
+        results["suites"][name] = [row.as_dict() for row in SUITES[name].run(sizes_of(arguments))]
         results["seconds"][name] = round(time.perf_counter() - start)
-        print(f"{name}: {results['seconds'][name]} s", file=sys.stderr)
+        print(f"{name}: {results['seconds'][name]} s", file=sys.stderr, flush=True)
+        LAST.parent.mkdir(exist_ok=True)
+        LAST.write_text(json.dumps(results, indent=1))
     return results
 
 
 def main() -> int:
     arguments = parse()
-    results = json.loads(arguments.stored.read_text()) if arguments.stored else measure(arguments)
+    results = figures(arguments)
     blocks = report.blocks(results, SUITES)
     print("\n\n".join(blocks.values()))
     if arguments.json:

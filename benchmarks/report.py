@@ -25,7 +25,7 @@ def rows_of(results: Mapping[str, Any]) -> dict[str, list[Row]]:
 def blocks(results: Mapping[str, Any], suites: Mapping[str, ModuleType]) -> dict[str, str]:
     """The machine, a table for each suite, and the one of targets, by name."""
     rows = rows_of(results)
-    tables = {suite: getattr(suites[suite], "text", measure.table)(found) for suite, found in rows.items()}
+    tables = {suite: getattr(suites[suite], "text", measure.table)(rows[suite]) for suite in suites if suite in rows}
     return {
         "machine": _machine(results),
         **tables,
