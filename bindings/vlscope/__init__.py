@@ -24,6 +24,7 @@ from .errors import (
     ConfigError,
     InputError,
     LateEditError,
+    MissingPackage,
     NotReachedError,
     OutOfMemory,
     OutOfOrderError,
@@ -52,6 +53,7 @@ __all__ = [
     "InputError",
     "InvokeTracer",
     "LateEditError",
+    "MissingPackage",
     "Module",
     "ModuleList",
     "NotReachedError",
@@ -79,7 +81,14 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = ("demo", "patching", "processing", "printing")  # imported when first used: they cost start-up time
+_LAZY = (
+    "demo",
+    "html",
+    "patching",
+    "plot",
+    "processing",
+    "printing",
+)  # imported when first used: they cost start-up time
 
 
 def __getattr__(name: str) -> Any:

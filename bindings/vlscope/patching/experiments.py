@@ -43,6 +43,7 @@ class Cells:
         tokens: the text of each column's tokens; along other axes their indices.
         corrupted: the metric of the run without a change.
         clean: the metric of the run that the values came from; None where no single run is that.
+        estimated: the values are estimates of changes, as those of `attribution`.
     """
 
     values: torch.Tensor
@@ -53,13 +54,30 @@ class Cells:
     tokens: tuple[str, ...]
     corrupted: float
     clean: float | None
+    estimated: bool = False
+
+    @property
+    def effects(self) -> torch.Tensor:
+        """[sites, positions], by how much each cell changes the metric."""
+        return self.values if self.estimated else self.values - self.corrupted
 
     @property
     def recovered(self) -> torch.Tensor:
         """[sites, positions], the share of the way from `corrupted` (0) to `clean` (1)."""
         if self.clean is None:
             raise InputError("these values came from no single run: compare `values` with `corrupted`")
-        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+        return self.effects / (self.clean - self.corrupted)
+
+    def plot(self, figure: Any = None) -> Any:
+        """A heat map of sites and positions, labelled by blocks and tokens: of `recovered`, or of `effects`
+        where no single clean run is known. Gives a matplotlib figure; see `vlscope.plot`.
+
+        Raises:
+            MissingPackage: matplotlib is not installed.
+        """
+        from ..plot.cells import draw_cells
+
+        return draw_cells(self, figure)
 
     def __repr__(self) -> str:
         rows, columns = self.values.shape
@@ -167,7 +185,9 @@ def attribution(
         rows.append(effect.sum([k for k in range(effect.ndim) if k != where]))
     columns = [(index,) for index in range(shape[where])]
     labels = _labels(model, target, sites, columns, dims(model, sites[0])[where])
-    return Cells(torch.stack(rows).cpu(), corrupted=score.item(), clean=measure.run(model, source), **labels)
+    return Cells(
+        torch.stack(rows).cpu(), corrupted=score.item(), clean=measure.run(model, source), **labels, estimated=True
+    )
 
 
 def path(
