@@ -81,14 +81,8 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = (
-    "demo",
-    "html",
-    "patching",
-    "plot",
-    "processing",
-    "printing",
-)  # imported when first used: they cost start-up time
+#: Imported when first used: they cost start-up time.
+_LAZY = ("demo", "html", "patching", "plot", "printing", "processing")
 
 
 def __getattr__(name: str) -> Any:

@@ -88,7 +88,8 @@ class PicturedPrompt:
             )
         whole = values.shape[-1] == length
         own = [item.tokens for item in self.seen]
-        return [values[..., item.positions if whole else item.deepstack].unflatten(-1, item.shape) for item in own]
+        grids = [values[..., item.positions if whole else item.deepstack] for item in own]
+        return [grid.reshape(*grid.shape[:-1], *item.shape) for grid, item in zip(grids, own)]
 
     def patch_grids(self, values: torch.Tensor, windowed: bool = True) -> list[torch.Tensor]:
         """For each image the values of its patches, [..., t, h, w]; see `Seen.patch_map`.
@@ -142,7 +143,9 @@ def _seen(
 
 def _settings(model: StandardizedTransformer, kind: str) -> Any:
     """What says how pixels were normalised."""
-    return getattr(model.processor, f"{kind}_processor", None) or model.processor.image_processor
+    processor: Any = model.processor
+    own = getattr(processor, f"{kind}_processor", None) or processor.image_processor
+    return getattr(own, "settings", own)
 
 
 def _bytes(pixels: torch.Tensor, settings: Any) -> np.ndarray[Any, Any]:

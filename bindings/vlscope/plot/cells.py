@@ -57,13 +57,8 @@ def heat_map(
     height = min(_HIGHEST, max(1.0, _CELL[1] * len(rows)) + 0.9 + 0.07 * max(map(len, texts), default=0))
     figure = canvas(figure, (width, height))
     axes = figure.subplots()
-    drawn = axes.imshow(
-        table.numpy(),
-        cmap=SCALES[kind],
-        norm=norm(kind, [table.numpy()], limit),
-        aspect="auto",
-        interpolation="nearest",
-    )
+    limits = norm(kind, [table.numpy()], limit)
+    drawn = axes.imshow(table.numpy(), cmap=SCALES[kind], norm=limits, aspect="auto", interpolation="nearest")
     bar(figure, drawn, axes, label)
     axes.set_yticks(range(len(rows)), [str(row) for row in rows])
     places, names = zip(*_runs(texts)) if texts else ((), ())

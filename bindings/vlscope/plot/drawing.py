@@ -117,9 +117,9 @@ def bar(figure: Canvas, image: Any, axes: Any, label: str) -> None:
     height = figure.bbox.height / figure.dpi
     length = min(0.9 * height, _BAR[1])
     colors = figure.colorbar(image, ax=axes, label=label, shrink=length / height, aspect=length / _BAR[0], pad=0.02)
-    colors.outline.set_visible(False)  # type: ignore[operator]
+    colors.outline.set_visible(False)
     colors.ax.tick_params(labelsize=SMALL)
-    colors.ax.yaxis.label.set_size(SMALL)
+    colors.ax.yaxis.label.set_fontsize(SMALL)
 
 
 def draw_panel(axes: Axes, panel: Panel, colors: Colormap, limits: Normalize) -> Any:
