@@ -226,8 +226,16 @@ void register_model(py::module_& module) {
   py::class_<Inputs>(module, "Inputs", "The tensors of one forward.")
       .def(py::init(&make_inputs), py::arg("tensors"), py::arg("logits_to_keep") = 0)
       .def_readonly("input_ids", &Inputs::input_ids)
-      .def("replay",
-           [](Inputs& self, std::shared_ptr<Recording> from) { self.replay.from = from; });
+      .def(
+          "replay", [](Inputs& self, std::shared_ptr<Recording> from) { self.replay.from = from; },
+          py::arg("recording"))
+      .def(
+          "replay_tail",
+          [](Inputs& self, std::shared_ptr<Recording> from, std::int64_t first,
+             std::int64_t copies) {
+            self.replay = {std::move(from), nullptr, Tail{first, copies}};
+          },
+          py::arg("recording"), py::arg("first"), py::arg("copies"));
 
   py::class_<Recording, std::shared_ptr<Recording>>(module, "Recording",
                                                     "What later traces of a prompt start from.")

@@ -54,6 +54,7 @@ class Trace {
     bool images = false;              ///< The input carries images.
     bool videos = false;              ///< The input carries videos.
     bool later_step = false;          ///< A step of a generation after the prompt's.
+    const Location* start = nullptr;  ///< Nothing before it is reached; nullptr is the very start.
     std::vector<at::Tensor> foreign;  ///< The caller's tensors: served as copies, never edited.
     Visitor visitor = nullptr;        ///< Visit every location and stop at none.
   };

@@ -1,6 +1,7 @@
 #include "models/inputs.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
@@ -14,9 +15,12 @@
 
 #include "core/errors.h"
 #include "core/text.h"
+#include "models/tail.h"
 
 namespace vlscope {
 namespace {
+
+constexpr std::int64_t kNoToken = -1;
 
 /// An integer tensor as contiguous int64 on the CPU.
 at::Tensor integers(const at::Tensor& tensor, const char* name, std::int64_t dims) {
@@ -360,6 +364,7 @@ Inputs checked(Inputs inputs, const Config& config) {
         fmt::format("logits_to_keep is {}; give 0 (all) or more.", inputs.logits_to_keep));
   }
   if (inputs.replay.from) check_recording(*inputs.replay.from, inputs, config);
+  if (inputs.replay.tail) check_tail(*inputs.replay.tail, inputs, config);
   inputs.position_ids = mrope_positions(inputs, config);
   return inputs;
 }
@@ -409,6 +414,24 @@ at::Tensor mrope_positions(const Inputs& inputs, const Config& config) {
     writer.write(tokens, slots, base, base + batch * seq, base + 2 * batch * seq);
   }
   return positions;
+}
+
+VisualTokens visual_tokens(const Inputs& inputs, const Config& config) {
+  const bool prompt = inputs.past() == 0;  // What a later step reads is text, whatever its id.
+  VisualTokens tokens;
+  tokens.images = inputs.input_ids == (prompt ? config.image_token_id : kNoToken);
+  tokens.videos = inputs.input_ids == (prompt ? config.video_token_id : kNoToken);
+  tokens.mask = tokens.images.logical_or(tokens.videos);
+  return tokens;
+}
+
+std::vector<at::Tensor> in_prompt_order(std::vector<at::Tensor> levels,
+                                        const VisualTokens& visual) {
+  const at::Tensor images = rows_of(visual.images), videos = rows_of(visual.videos);
+  if (images.numel() == 0 || videos.numel() == 0) return levels;
+  const at::Tensor order = at::argsort(at::cat({images, videos}));
+  for (at::Tensor& level : levels) level = level.index_select(0, order.to(level.device()));
+  return levels;
 }
 
 at::Tensor rows_of(const at::Tensor& mask) { return mask.reshape(-1).nonzero().squeeze(-1); }

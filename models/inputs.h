@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "models/config.h"
@@ -11,10 +12,17 @@
 
 namespace vlscope {
 
+/// The last positions of a recorded prompt, from `first` on, in several copies.
+struct Tail {
+  std::int64_t first = 0;
+  std::int64_t copies = 1;
+};
+
 /// The recordings that a forward has to do with.
 struct Replay {
   std::shared_ptr<const Recording> from = nullptr;  ///< Parts that need no computing.
   std::shared_ptr<Recording> into = nullptr;        ///< Filled as the forward goes.
+  std::optional<Tail> tail = std::nullopt;          ///< Of `from`: the forward is of that alone.
 };
 
 /// The tensors of one forward, as the caller has them.
@@ -71,6 +79,16 @@ std::vector<Grid> grids_of(const at::Tensor& grid_thw);
 /// to. Arithmetic of each family's `get_rope_index`, transformers 5.17.0.
 /// @throws InputError if a run of image or video tokens does not match its grid.
 at::Tensor mrope_positions(const Inputs& inputs, const Config& config);
+
+/// Which tokens are of images, which of videos, `[batch, seq]` bool, and which are of either.
+struct VisualTokens {
+  at::Tensor images, videos, mask;
+};
+VisualTokens visual_tokens(const Inputs& inputs, const Config& config);
+
+/// Tensors with a row for each visual token, which the tower gives with the images first, in the
+/// order of the prompt's tokens.
+std::vector<at::Tensor> in_prompt_order(std::vector<at::Tensor> levels, const VisualTokens& visual);
 
 /// Indices of the true elements of a mask `[batch, seq]` in its flattened form, ascending.
 at::Tensor rows_of(const at::Tensor& mask);

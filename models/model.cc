@@ -182,6 +182,10 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
     options.foreign.insert(options.foreign.end(), levels.begin(), levels.end());
   }
   inputs = checked(std::move(inputs), config());
+  if (inputs.replay.tail) {
+    options.batch = inputs.replay.tail->copies;
+    options.start = &root_->tail_start();
+  }
   return std::make_unique<Trace>(
       tree_,
       [self = shared_from_this(), inputs = std::move(inputs)](Trace& running) {

@@ -54,6 +54,7 @@ class Inputs:
     input_ids: torch.Tensor
 
     def replay(self, recording: Recording) -> None: ...
+    def replay_tail(self, recording: Recording, first: int, copies: int) -> None: ...
 
 class Recording:
     nbytes: int

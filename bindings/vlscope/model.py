@@ -20,7 +20,7 @@ from .edits import Edit, make_edit
 from .errors import CheckpointNotFound, ConfigError, InputError
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows, prompt_rows
-from .recording import Recording
+from .recording import Recording, Tail
 from .trace import InvokeTracer, Session, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
 
@@ -375,6 +375,8 @@ class StandardizedTransformer(CausalLM):
             InputError: what `trace` refuses, and prompts padded on the right.
         """
         count = _count("max_new_tokens", max_new_tokens)
+        if isinstance(prompt, Tail):
+            raise InputError("a tail cannot be generated from: give its recording, or the prompt")
         if "logits_to_keep" in inputs:
             raise TypeError("generate takes no logits_to_keep: a step computes the logits of its last position")
         unused = [
@@ -418,7 +420,7 @@ class StandardizedTransformer(CausalLM):
         """Whatever a trace accepts, as the tensors of one forward."""
         if type(logits_to_keep) is not int or logits_to_keep < 0:
             logits_to_keep = _count("logits_to_keep", logits_to_keep)
-        if isinstance(prompt, Recording):
+        if isinstance(prompt, (Recording, Tail)):
             if inputs:
                 raise TypeError(f"a recording holds its own inputs; {', '.join(inputs)} cannot be given with it")
             return prompt._inputs_for(self, logits_to_keep)

@@ -1,6 +1,7 @@
 #include "models/text/decoder.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
 
 #include <cmath>
@@ -10,6 +11,14 @@
 #include "core/ops/rotary.h"
 
 namespace vlscope {
+namespace {
+
+/// The first `past` positions of `held`, the same in every row of the batch, and behind them `x`.
+at::Tensor behind(const at::Tensor& held, const at::Tensor& x, std::int64_t past) {
+  return at::cat({held.narrow(2, 0, past).expand({x.size(0), -1, -1, -1}), x}, 2);
+}
+
+}  // namespace
 
 TextRotary::TextRotary(Module* parent, std::string name, const TextConfig& config)
     : Module(parent, std::move(name), kinds::text_rotary),
@@ -74,7 +83,12 @@ Flow<TextAttention::Heads> TextAttention::place(Trace& trace, Heads heads,
   heads.q = ops::rotate(heads.q.transpose(1, 2), cos, sin);
   heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
   heads.v = heads.v.transpose(1, 2);
-  if (context.past > 0) join_past(heads, context, trace.wants(queries));
+  if (context.before) {
+    heads.k = behind(context.before->keys(), heads.k, context.past);
+    heads.v = behind(context.before->values(), heads.v, context.past);
+  } else if (context.past > 0) {
+    join_past(heads, context, trace.wants(queries));
+  }
   at::Tensor mask = context.mask;
   const bool edited = co_await trace.at(queries, heads.q, heads.k, heads.v, mask);
   if (context.cache && (context.past == 0 || edited)) context.cache->replace(heads.k, heads.v);

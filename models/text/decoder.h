@@ -20,6 +20,7 @@ struct TextContext {
   at::Tensor cos, sin;          ///< `[batch, seq, rotated dimensions of a head]`
   std::int64_t past = 0;        ///< Positions before the first of this forward.
   BlockCache* cache = nullptr;  ///< What they left; nullptr if nothing is to be remembered.
+  const BlockCache* before = nullptr;  ///< What they left of a prompt whose tail this is.
 };
 
 /// The M-RoPE tables, interleaved or by sections as the config says.

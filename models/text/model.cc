@@ -89,6 +89,7 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
   for (std::size_t k = 0; k < layers.size(); ++k) {
     if (in.replay.into) in.replay.into->streams.push_back(x);
     if (in.cache) context.cache = &in.cache->block(k);
+    if (in.before) context.before = &in.before->block(k);
     if (recorded && trace.passes_unchanged(end_of(k, in))) {
       x = recorded->streams[k + 1];
       replayed = true;

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..errors import InputError, NotReachedError
-from ..sites import dims, expand, expand_below, read, write
+from ..errors import InputError
+from ..sites import dims, expand, expand_below, reaches, read, write
+from .affected import Columns, reaches_rows_alone, run_affected, whole
 from .donors import Prompt, collect, encoded
 from .edits import Replacement, Selection, axis_of, fitting, one_tensor, replace, selected
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..model import StandardizedTransformer
 
 Metric = Callable[[torch.Tensor], Any] | Sequence[Any]
+Rows = Literal["all", "affected"]
 
 #: What `path` freezes, where a model has it.
 BRANCHES = (
@@ -43,6 +45,7 @@ class Cells:
         tokens: the text of each column's tokens; along other axes their indices.
         corrupted: the metric of the run without a change.
         clean: the metric of the run that the values came from; None where no single run is that.
+        rows: "all", or "affected" where only the rows that a change reaches were computed.
         estimated: the values are estimates of changes, as those of `attribution`.
     """
 
@@ -54,6 +57,7 @@ class Cells:
     tokens: tuple[str, ...]
     corrupted: float
     clean: float | None
+    rows: Rows = "all"
     estimated: bool = False
 
     @property
@@ -94,6 +98,7 @@ def sweep(
     *,
     metric: Metric,
     axis: str | None = None,
+    rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
     """Activation patching: the corrupted prompt is run once for each site and position, with the
@@ -109,6 +114,10 @@ def sweep(
             together; each position by itself if not given.
         axis: the axis of the value that `positions` run along: by default that of the tokens or
             patches; "heads" patches head by head.
+        rows: "all" runs every cell by itself and gives the bits of plain traces. "affected" runs the
+            rows that a change reaches, from its position on, many cells in one forward: the same
+            values within 1e-5 in a fraction of the time. Where that cannot be (outside the text
+            blocks, or while the model keeps edits) all rows are run; `Cells.rows` says which it was.
         progress: a progress bar on a terminal.
 
     Returns:
@@ -122,7 +131,7 @@ def sweep(
     measure = _metric(model, metric)
     sites = expand_below(model, site, layers)
     values = collect(model, source, sites)
-    cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, progress))
+    cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, rows, progress))
     return dataclasses.replace(cells, clean=measure.run(model, source))
 
 
@@ -136,13 +145,14 @@ def ablate(
     *,
     metric: Metric,
     axis: str | None = None,
+    rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
     """Ablation of each site and position in turn; `by` says what is put there: `zero`, `noise(...)`,
     the values of `mean(...)` or `resample(...)`, any mapping from sites to tensors, or a function
     of the value and its site. The other arguments are those of `sweep`.
     """
-    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric), progress)
+    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric), rows, progress)
     return _run_cells(model, encoded(model, prompt), by, plan)
 
 
@@ -169,13 +179,14 @@ def attribution(
     _check_alignment(source, target)
     measure = _metric(model, metric)
     sites = expand_below(model, site, layers)
-    where, shape = _layout(model, target, sites, axis)
+    where = _common_axis(model, sites, axis)
     values = collect(model, source, sites)
     with torch.enable_grad(), model.trace(**target, **measure.needs):
         served = []
         for name in sites:
-            value = read(model, name)
+            value = one_tensor(read(model, name), name)
             served.append(value if value.requires_grad else value.requires_grad_())
+        _check_lengths({name: value.shape for name, value in zip(sites, served)}, where)
         score = measure.of(model.logits)
         gradients = torch.autograd.grad(score, served, allow_unused=True)
     rows = []
@@ -183,7 +194,7 @@ def attribution(
         donor = fitting(values[name], value, name)
         effect = torch.zeros_like(value) if gradient is None else (donor - value.detach()) * gradient
         rows.append(effect.sum([k for k in range(effect.ndim) if k != where]))
-    columns = [(index,) for index in range(shape[where])]
+    columns = [(index,) for index in range(served[0].shape[where])]
     labels = _labels(model, target, sites, columns, dims(model, sites[0])[where])
     return Cells(
         torch.stack(rows).cpu(), corrupted=score.item(), clean=measure.run(model, source), **labels, estimated=True
@@ -257,13 +268,14 @@ def _between(
 ) -> list[str]:
     """The frozen sites after the sender and up to the last receiver that a run comes by."""
     patterns = [name for name in BRANCHES if model.task != "text-generation" or not name.startswith("vision")]
-    reached = model.scan(**run)
     first, end = model.order(sender), model.order(last)
-    return [
+    between = [
         site
         for site in expand(model, patterns if freeze is None else freeze)
-        if site in reached and first < model.order(site) <= end and not sender.startswith(site.rpartition(".")[0] + ".")
+        if first < model.order(site) <= end and not sender.startswith(site.rpartition(".")[0] + ".")
     ]
+    with model.trace(**run) as tracer:  # nothing is computed
+        return [site for site in between if reaches(tracer, site)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +286,7 @@ class _Plan:
     positions: Sequence[Selection] | None
     axis: str | None
     measure: _Measure
+    rows: Rows
     progress: bool
 
 
@@ -281,8 +294,27 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     """The metric of `run` with one site and position replaced at a time."""
     from tqdm import tqdm
 
-    where, shape = _layout(model, run, plan.sites, plan.axis)
-    axis, length = dims(model, plan.sites[0])[where], shape[where]
+    if plan.rows not in ("all", "affected"):
+        raise InputError(f"rows is {plan.rows!r}; give 'all' or 'affected'")
+    where = _common_axis(model, plan.sites, plan.axis)
+    baseline = _baseline(model, run, plan.sites, plan.measure)
+    _check_lengths(baseline.shapes, where)
+    axis, length = dims(model, plan.sites[0])[where], baseline.shapes[plan.sites[0]][where]
+    columns = Columns(_columns(plan, length, axis), where, axis in ("seq", "query"))
+    values = torch.empty(len(plan.sites), len(columns.indices), dtype=torch.float64)
+    affected = plan.rows == "affected" and reaches_rows_alone(model, plan.sites)
+    cells = _affected_cells if affected else _whole_cells
+    quiet = None if plan.progress else True  # None: shown on a terminal
+    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
+        for row, column, value in cells(model, run, by, plan, columns, baseline):
+            values[row, column] = value
+            bar.update()
+    labels = _labels(model, run, plan.sites, columns.indices, axis)
+    return Cells(values, corrupted=baseline.score, clean=None, rows="affected" if affected else "all", **labels)
+
+
+def _columns(plan: _Plan, length: int, axis: str) -> list[tuple[int, ...]]:
+    """The indices of each column."""
     columns = [
         tuple(selected(choice, length, axis, plan.sites[0]).nonzero().flatten().tolist())
         for choice in (range(length) if plan.positions is None else plan.positions)
@@ -291,18 +323,49 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
         raise InputError(
             f"column {columns.index(())} of positions selects none of the {length} {axis}: nothing to patch"
         )
-    corrupted = plan.measure.run(model, run)
-    values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
+    return columns
+
+
+def _whole_cells(
+    model: StandardizedTransformer,
+    run: Mapping[str, Any],
+    by: Replacement,
+    plan: _Plan,
+    columns: Columns,
+    baseline: _Baseline,
+) -> Iterator[tuple[int, int, float]]:
+    """Row, column and metric of each cell, in a trace of its own."""
+    axis = dims(model, plan.sites[0])[columns.where]
     recorded = model.record(**run)
-    quiet = None if plan.progress else True  # None: shown on a terminal
-    with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
-        for row, site in enumerate(plan.sites):
-            for column, indices in enumerate(columns):
-                with model.trace(recorded, **plan.measure.needs):
-                    replace(model, site, by, **{axis: indices})
-                    values[row, column] = plan.measure.of(model.logits)
-                bar.update()
-    return Cells(values, corrupted=corrupted, clean=None, **_labels(model, run, plan.sites, columns, axis))
+    for row, site in enumerate(plan.sites):
+        for column, indices in enumerate(columns.indices):
+            with model.trace(recorded, **plan.measure.needs):
+                replace(model, site, by, **{axis: indices})
+                value = plan.measure.of(model.logits).item()
+            yield row, column, value
+
+
+def _affected_cells(
+    model: StandardizedTransformer,
+    run: Mapping[str, Any],
+    by: Replacement,
+    plan: _Plan,
+    columns: Columns,
+    baseline: _Baseline,
+) -> Iterator[tuple[int, int, float]]:
+    """The same from the rows that each change reaches."""
+    recorded = model.record(**run, keys=True)
+    before = None
+    if not plan.measure.needs:  # the metric is given the logits of all positions
+        with model.trace(recorded):
+            before = model.logits
+    for row, site in enumerate(plan.sites):
+        value = by(collect(model, run, [site])[site], site) if callable(by) else by[site]
+        donor = whole(value, baseline.shapes[site], site)
+        for column, metric in run_affected(
+            model, recorded, site, donor, columns, plan.measure.of, plan.measure.needs, before
+        ):
+            yield row, column, metric
 
 
 def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
@@ -352,19 +415,41 @@ def _token(model: StandardizedTransformer, token: Any) -> int:
     return int(ids[0])
 
 
-def _layout(
-    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], axis: str | None
-) -> tuple[int, torch.Size]:
-    """The axis of the columns, and the shape of the sites' values in a run; found without running."""
-    where = axis_of(dims(model, sites[0]), axis, sites[0])
-    shapes = model.scan(**run)
+@dataclasses.dataclass(frozen=True)
+class _Baseline:
+    """The run without a change: its metric, and the shape of every site's value."""
+
+    score: float
+    shapes: dict[str, torch.Size]
+
+
+def _baseline(
+    model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], measure: _Measure
+) -> _Baseline:
+    with torch.no_grad(), model.trace(**run, **measure.needs):
+        shapes = {site: one_tensor(read(model, site), site).shape for site in sites}
+        return _Baseline(measure.of(model.logits).item(), shapes)
+
+
+def _common_axis(model: StandardizedTransformer, sites: Sequence[str], axis: str | None) -> int:
+    """The axis of the columns, of one name in the values of all sites."""
+    first = dims(model, sites[0])
+    where = axis_of(first, axis, sites[0])
     for site in sites:
-        if site not in shapes:
-            raise NotReachedError(f"the forward of this prompt does not come by {site}")
-        other, length = one_tensor(shapes[site], site).shape, shapes[sites[0]].shape[where]
-        if where >= len(other) or other[where] != length or dims(model, site)[where] != dims(model, sites[0])[where]:
-            raise InputError(f"{sites[0]} and {site} differ in their axes: sweep them one after the other")
-    return where, shapes[sites[0]].shape
+        if dims(model, site)[where : where + 1] != first[where : where + 1]:
+            raise _different(sites[0], site)
+    return where
+
+
+def _check_lengths(shapes: Mapping[str, torch.Size], where: int) -> None:
+    first = next(iter(shapes))
+    for site, shape in shapes.items():
+        if shape[where] != shapes[first][where]:
+            raise _different(first, site)
+
+
+def _different(first: str, site: str) -> InputError:
+    return InputError(f"{first} and {site} differ in their axes: sweep them one after the other")
 
 
 def _labels(
