@@ -24,6 +24,7 @@ from .errors import (
     ConfigError,
     InputError,
     LateEditError,
+    MissingPackage,
     NonFiniteError,
     NotReachedError,
     OutOfMemory,
@@ -56,6 +57,7 @@ __all__ = [
     "InputError",
     "InvokeTracer",
     "LateEditError",
+    "MissingPackage",
     "Module",
     "ModuleList",
     "NonFiniteError",
@@ -88,7 +90,7 @@ __all__ = [
 ]
 
 #: Imported when first used: they cost start-up time.
-_LAZY = ("demo", "interventions", "patching", "processing", "printing", "prompts")
+_LAZY = ("demo", "html", "interventions", "patching", "plot", "printing", "processing", "prompts")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ __all__ = [
     "ConfigError",
     "InputError",
     "LateEditError",
+    "MissingPackage",
     "NonFiniteError",
     "NotReachedError",
     "OutOfMemory",
@@ -56,6 +57,10 @@ class UnknownSite(InputError, KeyError):
 
 class Unavailable(VlscopeError, RuntimeError):
     """This model, this load or this mode cannot serve the value at all."""
+
+
+class MissingPackage(VlscopeError, ImportError):
+    """A part of vlscope needs a package that is not installed."""
 
 
 class OutOfMemory(VlscopeError, MemoryError):
