@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import (
     _build,  # noqa: F401, I001  (first: it loads torch and the engine, or says why not)
@@ -21,6 +21,7 @@ from .edits import Edit
 from .errors import (
     CheckpointError,
     CheckpointNotFound,
+    CollectionError,
     ConfigError,
     InputError,
     LateEditError,
@@ -43,8 +44,10 @@ from .tree import Module, ModuleList, Record, Tensors, Value
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationDataset",
     "CheckpointError",
     "CheckpointNotFound",
+    "CollectionError",
     "ConfigError",
     "Edit",
     "GenerationTracer",
@@ -71,6 +74,7 @@ __all__ = [
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
+    "collect",
     "estimate",
     "layouts",
     "load",
@@ -79,10 +83,17 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = ("demo", "patching", "processing", "printing")  # imported when first used: they cost start-up time
+if TYPE_CHECKING:
+    from .collection import ActivationDataset, collect
+
+# Imported when first used: they cost start-up time.
+_LAZY = ("collection", "demo", "patching", "processing", "printing")
+_LAZY_NAMES = {"ActivationDataset": "collection", "collect": "collection"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
+    if name in _LAZY_NAMES:
+        return getattr(importlib.import_module(f".{_LAZY_NAMES[name]}", __name__), name)
     raise AttributeError(f"module 'vlscope' has no attribute {name!r}")
