@@ -10,7 +10,7 @@ from .activations import (
     compute_next_token_probs,
     get_token_activations,
 )
-from .collect import Collected, collect
+from .collector import Collected, collect
 from .manifest import Statistics
 from .merge import Merged, merge
 from .reader import ActivationDataset, ActivationStream, Column

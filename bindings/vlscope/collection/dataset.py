@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from ..errors import CollectionError, InputError
 __all__ = ["Sample", "Shard", "Source", "arguments", "chain", "open_source"]
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")  # http:, file:, data:
-_MEDIA = {"image": ("image", "url", "path"), "video": ("video", "url", "path")}
+_MEDIA = ("image", "video")
+_PATH_KEYS = (*_MEDIA, "url", "path")  # of a part of a message
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,8 @@ def _resolve(sample: dict[str, Any], folder: Path) -> dict[str, Any]:
     for message in sample.get("messages") or ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
-            for key in _MEDIA.get(part.get("type"), ()) if isinstance(part, dict) else ():
-                if key in part:
-                    part[key] = _under(folder, part[key])
+            if isinstance(part, dict) and part.get("type") in _MEDIA:
+                part |= {key: _under(folder, part[key]) for key in _PATH_KEYS if key in part}
     return sample
 
 
@@ -185,7 +186,7 @@ def _open_sequence(dataset: Any) -> Source:
 
     def samples(shard: Shard) -> Iterator[Sample]:
         for index in range(shard.index, count, shard.count):
-            yield _object_sample(index, lambda index=index: dataset[index], isinstance(fingerprint, str))
+            yield _object_sample(index, partial(dataset.__getitem__, index), isinstance(fingerprint, str))
 
     return Source(identity, count, samples)
 
@@ -196,11 +197,15 @@ def _open_iterable(dataset: Iterable[Any]) -> Source:
         for index, value in enumerate(dataset):
             count += 1
             if index % shard.count == shard.index:
-                yield _object_sample(index, lambda value=value: value, False)
+                yield _object_sample(index, partial(_as_it_is, value), False)
         source.count = count
 
     source = Source({"kind": "iterable"}, None, samples)
     return source
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 def _object_sample(index: int, load: Callable[[], Any], known: bool) -> Sample:

@@ -68,7 +68,9 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CollectionError(f"{what} is being collected by another process or thread: wait until it ends") from None
+            raise CollectionError(
+                f"{what} is being collected by another process or thread: wait until it ends"
+            ) from None
         yield
 
 
@@ -93,8 +95,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
     return 8 + len(text) + end, digest.hexdigest()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor, as a buffer."""
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def map_tensors(path: Path, size: int) -> dict[str, torch.Tensor]:

@@ -49,9 +49,7 @@ def join(encodings: Sequence[Encoding]) -> Encoding:
         masks.append(torch.cat([pads, mask], 1))
     joined = {"input_ids": torch.cat(ids), "attention_mask": torch.cat(masks)}
     rest = dict.fromkeys(name for encoding in encodings for name in encoding if name not in joined)
-    return joined | {
-        name: torch.cat([encoding[name] for encoding in encodings if name in encoding]) for name in rest
-    }
+    return joined | {name: torch.cat([encoding[name] for encoding in encodings if name in encoding]) for name in rest}
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ def model_identity(model: StandardizedTransformer) -> Mapping[str, Any]:
         "family": model.family,
         **known,
         "weights": _weights(model.folder),
+        "weights_edited": model._core.weight_version(),  # how often, in this process
         "processor": _processor(model),
         "edits": [edit.key for edit in model.edits],
     }

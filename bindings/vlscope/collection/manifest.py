@@ -46,11 +46,12 @@ class Statistics:
     @classmethod
     def of(cls, rows: torch.Tensor) -> Statistics:
         """The statistics of rows [rows, ...]."""
-        found = cls(0, torch.zeros(rows.shape[1:], dtype=torch.float64), torch.zeros(rows.shape[1:], dtype=torch.float64))
-        for block in rows.split(max(1, _BLOCK // max(1, rows[:1].numel()))):
-            if len(block):
-                wide = block.double()
-                found = found.merged(cls(len(wide), wide.mean(0), wide.var(0, correction=0)))
+        zero = torch.zeros(rows.shape[1:], dtype=torch.float64)
+        found = cls(0, zero, zero)
+        step = max(1, _BLOCK // max(1, zero.numel()))
+        for start in range(0, len(rows), step):
+            wide = rows[start : start + step].double()
+            found = found.merged(cls(len(wide), wide.mean(0), wide.var(0, correction=0)))
         return found
 
     def merged(self, other: Statistics) -> Statistics:

@@ -110,7 +110,9 @@ def _check_coverage(out: Path, manifests: Sequence[Manifest]) -> int:
     count = manifests[0].shard.count
     missing = sorted(set(range(count)) - {manifest.shard.index for manifest in manifests})
     if missing:
-        raise CollectionError(f"{out} lacks {len(missing)} of {count} shards: {', '.join(f'{i}/{count}' for i in missing)}")
+        raise CollectionError(
+            f"{out} lacks {len(missing)} of {count} shards: {', '.join(f'{i}/{count}' for i in missing)}"
+        )
     for manifest in manifests:
         if not manifest.complete:
             raise CollectionError(

@@ -91,8 +91,8 @@ class ActivationDataset(Dataset[dict[str, torch.Tensor]]):
                     start += rows
         self._count = start
         self._starts = torch.tensor([part.start for part in self._parts], dtype=torch.long)
-        for number, part in enumerate(self._parts):
-            for site, size in part.bytes.items():
+        for number, held in enumerate(self._parts):
+            for site, size in held.bytes.items():
                 check_size(self._path(number, site), size)
         self._mapped = functools.lru_cache(_OPEN_PARTS)(self._map)
 
@@ -100,7 +100,7 @@ class ActivationDataset(Dataset[dict[str, torch.Tensor]]):
         return self._count
 
     @overload
-    def __getitem__(self, index: str) -> Column: ...  # type: ignore[overload-overlap]
+    def __getitem__(self, index: str) -> Column: ...
     @overload
     def __getitem__(self, index: Rows) -> dict[str, torch.Tensor]: ...
     def __getitem__(self, index: Any) -> Any:
@@ -120,10 +120,11 @@ class ActivationDataset(Dataset[dict[str, torch.Tensor]]):
         flat = wanted.reshape(-1)
         owners = torch.searchsorted(self._starts, flat, right=True) - 1
         pieces = []
-        for number in owners.unique().tolist():
+        for number in sorted(set(owners.tolist())):
             at = (owners == number).nonzero().flatten()
             pieces.append((number, at, flat[at] - self._starts[number]))
-        return {name: self._gathered(name, pieces, len(flat)).reshape(*wanted.shape, *self.shape(name)) for name in columns}
+        found = {name: self._gathered(name, pieces, len(flat)) for name in columns}
+        return {name: rows.reshape([*wanted.shape, *self.shape(name)]) for name, rows in found.items()}
 
     def shape(self, column: str) -> tuple[int, ...]:
         """Of one row of a column."""
@@ -304,10 +305,9 @@ class ActivationStream(IterableDataset[dict[str, torch.Tensor]]):
         left = torch.empty(0, dtype=torch.long)
         for pool in self._pools():
             left = torch.cat([left, pool])
-            whole = len(left) // self._batch_size * self._batch_size
-            for indices in left[:whole].split(self._batch_size) if whole else ():
-                yield self._dataset.take(indices, self._columns)
-            left = left[whole:]
+            while len(left) >= self._batch_size:
+                yield self._dataset.take(left[: self._batch_size], self._columns)
+                left = left[self._batch_size :]
         if len(left):
             yield self._dataset.take(left, self._columns)
 

@@ -257,7 +257,9 @@ def _without_windows(item: ImageTokens) -> ImageTokens:
 def check_rows(select: Selection, sites: Sequence[Site]) -> None:
     """Refuse a choice that no row of a site can meet."""
     if not callable(select) and select not in _CHOICES:
-        raise InputError(f"rows is {select!r}; give one of {', '.join(map(repr, _CHOICES))} or a function of a RowIndex")
+        raise InputError(
+            f"rows is {select!r}; give one of {', '.join(map(repr, _CHOICES))} or a function of a RowIndex"
+        )
     for site in sites:
         if select in ("text", "last") and site.stream is not Stream.TOKENS:
             raise InputError(f"rows={select!r} keeps nothing of {site.name}, whose rows are {site.stream.value}")

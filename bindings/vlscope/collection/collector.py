@@ -128,7 +128,7 @@ def collect(
     if backend != "ray":
         raise InputError(f'backend is {backend!r}; give "local" or "ray"')
     if tuple(shard) != (0, 1):
-        raise InputError("shard is for backend=\"local\"; with backend=\"ray\" give the number of shards, shards=N")
+        raise InputError('shard is for backend="local"; with backend="ray" give the number of shards, shards=N')
     from .cluster import collect_on_ray
 
     return collect_on_ray(model, dataset, Path(out), shards, options, ray_options or {})
