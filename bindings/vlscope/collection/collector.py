@@ -21,7 +21,8 @@ from .dataset import Sample, Shard, Source, arguments, chain, open_source
 from .files import exclusive, sync_folder
 from .identity import model_identity
 from .manifest import Manifest, SiteRows, differences, part_path, path_of, versions
-from .rows import Selection, Site, check_rows, describe_rows, locate, resolve
+from .preflight import Preflight, amount
+from .rows import Selection, Site, check_rows, describe_rows, resolve
 from .writer import Draft, PartWriter
 
 if TYPE_CHECKING:
@@ -361,52 +362,20 @@ class _Run:
         return _Bar(self._own(), self._manifest.done, self._options.progress)
 
     def _preflight(self, samples: Sequence[Sample]) -> str:
-        """The size on disk, from the shapes of a few samples; nothing is run."""
-        told = [size for sample in samples if (size := self._size(sample)) is not None]
-        if not told:
+        """The size on disk, from a few samples."""
+        size = Preflight(self._model, self._sites, self._options.rows, self._options.dtype).of(samples)
+        if size is None:
             return f"{self._out}: the first {len(samples)} samples cannot be read; the size is not known"
-        rows, nbytes = (sum(part) / len(told) for part in zip(*told, strict=True))
+        rows, nbytes = size
         own = self._own()
-        free = _amount(shutil.disk_usage(self._out).free)
+        free = amount(shutil.disk_usage(self._out).free)
         if own is None:
-            return f"{self._out}: about {rows:,.0f} rows and {_amount(nbytes)} a sample; {free} are free"
+            return f"{self._out}: about {rows:,.0f} rows and {amount(nbytes)} a sample; {free} are free"
         left = own - self._manifest.done
         return (
             f"{self._out}: {left:,} of {own:,} samples to do, about {rows * left:,.0f} rows and "
-            f"{_amount(nbytes * left)}; {free} are free"
+            f"{amount(nbytes * left)}; {free} are free"
         )
-
-    def _size(self, sample: Sample) -> tuple[int, int] | None:
-        """Rows and bytes of one sample; None if it cannot be read."""
-        try:
-            encoding = forward.encode(self._model, arguments(sample.load()))
-            shapes = self._model.scan(**encoding)
-            located = locate(self._model, encoding, [sample.index], self._options.rows)
-            counts = [len(located(site.stream)) for site in self._sites]
-        except Exception:  # the run itself will say
-            return None
-        sizes = [
-            count * _row_bytes(shapes[site.name], site, self._options.dtype)
-            for site, count in zip(self._sites, counts, strict=True)
-            if count
-        ]
-        return sum(counts), sum(sizes)
-
-
-def _row_bytes(value: torch.Tensor, site: Site, dtype: torch.dtype | None) -> int:
-    """Bytes of one row and its six columns, from the value's shape in a scan."""
-    shape = value.shape[1:] if site.batched else value.shape
-    elements = torch.Size(length for k, length in enumerate(shape) if k != site.axis).numel()
-    stored = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    return elements * torch.empty((), dtype=stored).element_size() + 6 * 8
-
-
-def _amount(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 class _Bar:
