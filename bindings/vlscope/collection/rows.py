@@ -302,9 +302,11 @@ def _checked(kept: Any, count: int) -> torch.Tensor:
         raise InputError(f"the function of rows= gave a mask of {list(kept.shape)} for {count} rows")
     if kept.dtype == torch.bool:
         return kept
+    if not kept.numel():
+        return kept.long().reshape(-1)
     if kept.is_floating_point() or kept.ndim != 1:
         raise InputError(f"the function of rows= gave {kept.dtype} {list(kept.shape)}; give a mask or indices")
     kept = kept.long()
-    if kept.numel() and not (-count <= int(kept.min()) and int(kept.max()) < count):
+    if not (-count <= int(kept.min()) and int(kept.max()) < count):
         raise InputError(f"the function of rows= gave index {int(kept.abs().max())}, and there are {count} rows")
     return kept
