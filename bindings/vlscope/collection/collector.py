@@ -18,7 +18,7 @@ import torch
 from ..errors import CollectionError, InputError, VlscopeError
 from . import forward
 from .dataset import Sample, Shard, Source, arguments, chain, open_source
-from .files import exclusive, sync_folder
+from .files import check_size, exclusive, sync_folder
 from .identity import model_identity
 from .manifest import Manifest, SiteRows, differences, part_path, path_of, versions
 from .preflight import Preflight, amount
@@ -214,7 +214,11 @@ def _opened(out: Path, shard: Shard, config: Mapping[str, Any], sites: Sequence[
         manifest = Manifest(shard, config, {site.name: SiteRows(site.axes[site.axis], site.row_axes) for site in sites})
     if versions() not in manifest.versions:
         manifest.versions.append(versions())
-    kept = {part_path(out, site, shard, part.name) for part in manifest.parts for site in part.rows}
+    kept = {
+        part_path(out, site, shard, part.name): size for part in manifest.parts for site, size in part.bytes.items()
+    }
+    for path, size in kept.items():
+        check_size(path, size)
     for site in sites:
         folder = out / site.name / str(shard)
         if there != own and folder.exists() and any(folder.iterdir()):
