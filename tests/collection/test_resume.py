@@ -35,7 +35,7 @@ def model(vlscope_model):
 
 @pytest.fixture(scope="module")
 def data():
-    return text_prompts(60)
+    return text_prompts(40)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +89,9 @@ def test_cs_06_twenty_kills_at_random_moments_lose_and_repeat_nothing(model, dat
     assert_same(stored(tmp_path), uninterrupted)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_cs_06_a_kill_before_or_after_any_write_to_the_disk_loses_and_repeats_nothing(model, data, tmp_path, after):
-    """Every place where a file is brought to the disk or takes its name, one after the other."""
-    few, small = data[:9], {"part_bytes": 15_000}
+def test_cs_06_a_kill_at_any_step_of_the_writing_loses_and_repeats_nothing(model, data, tmp_path):
+    """Before each place where a file is brought to the disk or takes its name, one after the other."""
+    few, small = data[:6], {"part_bytes": 15_000}
     collect(model, few, SITES, tmp_path / "whole", **small)
     wanted = stored(tmp_path / "whole")
     assert len(committed(tmp_path / "whole")[1]) >= 2 * len(SITES)
@@ -102,12 +101,9 @@ def test_cs_06_a_kill_before_or_after_any_write_to_the_disk_loses_and_repeats_no
 
         def deadly(call):
             def wrapped(*arguments):
-                mine = next(count) == place
-                if mine and not after:
+                if next(count) == place:
                     os.kill(os.getpid(), signal.SIGKILL)
                 call(*arguments)
-                if mine:
-                    os.kill(os.getpid(), signal.SIGKILL)
 
             return wrapped
 
@@ -168,12 +164,12 @@ def other_function(index):
 
 CHANGES = {
     "rows": ({"rows": "last"}, r"rows is 'last' here and 'all' there"),
-    "a function of rows": ({"rows": other_function}, r"rows is 'tests?.*other_function \w+' here"),
+    "a function of rows": ({"rows": other_function}, r"rows is '.*other_function \w+' here"),
     "dtype": ({"dtype": "float16"}, r"dtype is 'float16' here and None there"),
     "sites": ({"sites": SITES[:1]}, r"sites is \['layers.1.layer_output'\] here"),
     "shards": ({"shard": "0/2"}, r"shards is 2 here and 1 there"),
-    "fewer samples": ({"dataset": text_prompts(59)}, r"data.samples is 59 here and 60 there"),
-    "another sample": ({"dataset": ["Hello", *text_prompts(60)[1:]]}, r"60 samples of shard-0-of-1"),
+    "fewer samples": ({"dataset": text_prompts(39)}, r"data.samples is 39 here and 40 there"),
+    "another sample": ({"dataset": ["Hello", *text_prompts(40)[1:]]}, r"40 samples of shard-0-of-1"),
 }
 
 
@@ -182,7 +178,6 @@ def test_a_changed_configuration_or_other_data_are_refused_and_nothing_is_touche
     collect(model, data, SITES, tmp_path, **PARTS)
     before = committed(tmp_path)
     change, said = CHANGES[name]
-    said = said.replace("tests?.*", "")
     with pytest.raises(vlscope.CollectionError, match=said) as refused:
         collect(model, **{"dataset": data, "sites": SITES, "out": tmp_path, **change})
     assert str(tmp_path) in str(refused.value)
@@ -257,38 +252,18 @@ def test_cs_06_a_part_that_was_cut_off_is_never_read_and_never_gone_on_with(mode
         vlscope.ActivationDataset(tmp_path)[0]
 
 
-def test_cs_06_a_disk_that_takes_no_more_is_an_error_with_the_path_and_the_rest_stays_good(
-    model, data, uninterrupted, tmp_path
+@pytest.mark.parametrize("limit", [5_000, 14_000], ids=["a part", "the manifest, some parts later"])
+def test_cs_06_what_the_disk_does_not_take_is_an_error_with_the_path_and_the_same_call_goes_on(
+    model, data, uninterrupted, tmp_path, limit
 ):
-    """A limit on the size of a file, which the third part passes."""
-    said = tmp_path / "said"
-
     def work():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
-        try:
-            collect(model, data[:3], SITES, tmp_path / "out", part_bytes=1)
-            collect(model, data, SITES, tmp_path / "out", part_bytes=40_000)
-        except OSError as error:
-            said.write_text(f"{error.errno} {error.filename}")
-
-    (tmp_path / "out").mkdir()
-    collect(model, data[:3], SITES, tmp_path / "other")
-    assert children.run(work) == 0
-    code, path = said.read_text().split(maxsplit=1)
-    assert int(code) == errno.EFBIG and path.startswith(str(tmp_path / "out"))
-
-
-def test_cs_06_after_a_full_disk_the_same_call_goes_on(model, data, uninterrupted, tmp_path):
-    def work():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (14_000, 14_000))  # of a manifest with some parts
-        try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        with pytest.raises(OSError) as full:
             collect(model, data, SITES, tmp_path, **PARTS)
-        except OSError:
-            return
-        raise AssertionError("the limit was not met")
+        assert full.value.errno == errno.EFBIG and full.value.filename.startswith(str(tmp_path))
 
     assert children.run(work) == 0
-    assert 0 < committed(tmp_path)[0] < len(data) and not list(tmp_path.rglob("*.tmp"))
+    assert (committed(tmp_path)[0] > 0) == (limit == 14_000) and not list(tmp_path.rglob("*.tmp"))
     collect(model, data, SITES, tmp_path, **PARTS)
     assert_same(stored(tmp_path), uninterrupted)
 
@@ -360,7 +335,9 @@ def test_a_sample_that_fails_in_the_forward_is_found_among_its_batch(model, tmp_
 def test_a_number_beyond_float16_is_an_error_and_no_infinity(model, tmp_path):
     with (
         model.edit("layers.3.layer_output", lambda value: value * 1e6),
-        pytest.raises(vlscope.CollectionError, match=r"sample 0: layers\.3\.layer_output has .* float16 ends at 6\.55"),
+        pytest.raises(
+            vlscope.CollectionError, match=r"sample 0: layers\.3\.layer_output has .* torch.float16 ends at 6\.55e\+04"
+        ),
     ):
         collect(model, ["Hello"], SITES, tmp_path, dtype="float16")
 
@@ -408,15 +385,17 @@ def test_en_01_an_interrupt_ends_a_collection_within_two_seconds_of_work_and_it_
 
     def work():
         taken = []
-        signal.signal(signal.SIGINT, lambda *_: (taken.append(time.process_time()), signal.default_int_handler())[1])
+
+        def interrupt(*_):
+            taken.append(time.process_time())
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, interrupt)
         with pytest.raises(KeyboardInterrupt):
             collect(model, endless(), SITES, tmp_path / "out", **PARTS)
         assert time.process_time() - taken[0] < 2
         with model.trace("Hello"):
             assert torch.isfinite(model.logits).all()
-
-    def default(*_):
-        raise KeyboardInterrupt
 
     child = children.start(work)
     while not ticking.exists():
@@ -430,7 +409,7 @@ def test_en_01_an_interrupt_ends_a_collection_within_two_seconds_of_work_and_it_
 
 
 def test_memory_is_bounded_however_long_the_run(model, tmp_path):
-    """96 MB of rows, of which three parts of 1 MB are held at a time."""
+    """26 MB of rows, of which three parts of 1 MB are held at a time."""
 
     def work():
         def peak():
@@ -440,8 +419,8 @@ def test_memory_is_bounded_however_long_the_run(model, tmp_path):
         options = {"sites": "layers.0.layer_output", "part_bytes": 1 << 20}
         collect(model, ({"input_ids": ids} for _ in range(10)), out=tmp_path / "short", **options)
         before = peak()
-        collect(model, ({"input_ids": ids} for _ in range(600)), out=tmp_path / "long", **options)
-        assert peak() - before < 24, peak() - before
+        collect(model, ({"input_ids": ids} for _ in range(200)), out=tmp_path / "long", **options)
+        assert peak() - before < 10, peak() - before
 
     assert children.run(work) == 0
 
