@@ -172,7 +172,7 @@ def draw_features(
             shade = 0.7 * (1 - heat / codes[:, feature].max())
             extent = (0, SIZE[0], SIZE[1], 0)
             axes.imshow(pictures[sample].image, extent=extent)
-            axes.imshow(torch.zeros_like(heat), cmap="gray", vmin=0, vmax=1, alpha=shade.numpy(), extent=extent)
+            axes.imshow(torch.zeros_like(heat).numpy(), cmap="gray", vmin=0, vmax=1, alpha=shade.numpy(), extent=extent)
             axes.set(xticks=[], yticks=[])
         axes_of_feature[0].set_ylabel(f"feature {feature}")
     figure.suptitle("Pictures that fire a feature most; light where it fires")
