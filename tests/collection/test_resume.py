@@ -448,6 +448,56 @@ def test_parts_are_written_while_the_next_rows_are_computed(model, monkeypatch, 
         def __iter__(self):
             return samples()
 
-    monkeypatch.setattr("vlscope.collection.collector._PREFLIGHT", 0)
     collect(model, Counted(), SITES, tmp_path, part_bytes=1)
     assert later.is_set()
+
+
+class Flaky:
+    """A dataset whose third sample cannot be read while `broken`."""
+
+    broken = True
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 2 and self.broken:
+            raise ConnectionError("the store does not answer")
+        return f"Sample {index}"
+
+
+def test_a_sample_that_a_dataset_cannot_give_is_skipped_and_not_asked_for_on_resuming(model, tmp_path):
+    done = collect(model, Flaky(), SITES, tmp_path, on_error="skip")
+    assert done.skipped == ((2, "ConnectionError: the store does not answer"),) and done.samples == 6
+    mended = Flaky()
+    mended.broken = False
+    assert collect(model, mended, SITES, tmp_path, on_error="skip") == done
+    with pytest.raises(vlscope.CollectionError, match="sample 2: the store does not answer") as stopped:
+        collect(model, Flaky(), SITES, tmp_path / "stopped")
+    assert isinstance(stopped.value.__cause__, ConnectionError)
+
+
+def test_whatever_ends_a_run_what_came_before_is_stored(model, tmp_path):
+    """An error of the caller's own code, which is no sample's."""
+
+    def data(broken):
+        yield from ("one", "two")
+        if broken:
+            raise ZeroDivisionError
+        yield "three"
+
+    with pytest.raises(ZeroDivisionError):
+        collect(model, data(True), SITES, tmp_path)
+    assert set(stored(tmp_path)["sample"].tolist()) == {0, 1}
+    assert collect(model, data(False), SITES, tmp_path).samples == 3
+
+
+def test_weights_that_were_not_loaded_yet_make_no_other_model(checkpoint, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.DEMO, folder)
+    tiny.restore(folder, lambda stored: {name: value.bfloat16() for name, value in stored.items()})
+    for dispatch in (False, True):
+        collect(vlscope.load(folder, dispatch=dispatch), ["Hello"], SITES, tmp_path / "out")
+    text = vlscope.load(folder, task="text-generation")
+    collect(text, [[5, 6, 7]], SITES, tmp_path / "text")
+    assert vlscope.ActivationDataset(tmp_path / "text")[SITES[0]].dtype == torch.bfloat16

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectionError, InputError
 from .dataset import Shard
-from .manifest import Manifest, path_of
+from .identity import model_identity
+from .manifest import Manifest, differences, path_of
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
-    from .collector import Collected, _Options
+    from .collector import Collected, Options
 
 __all__ = ["collect_on_ray"]
 
@@ -28,13 +29,16 @@ _POLL = 1.0  # seconds between looks at the manifests
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """How a task gets the model."""
+    """How a task gets the model, and what tells that it is the same."""
 
     path: str
     options: Mapping[str, Any]
+    identity: Mapping[str, Any]
 
     @classmethod
     def of(cls, model: StandardizedTransformer) -> _Recipe:
+        from ..processing import Processor
+
         if model.edits:
             keys = ", ".join(edit.key for edit in model.edits)
             raise InputError(
@@ -50,15 +54,22 @@ class _Recipe:
             "attn_implementation": model.attn_implementation,
             "dispatch": False,
         }
-        return cls(os.path.abspath(model.folder), options)
+        if not isinstance(model.processor, (Processor, type(None))):
+            options["processor"] = model.processor
+        model.dispatch()
+        return cls(os.path.abspath(model.folder), options, model_identity(model))
 
     def load(self) -> StandardizedTransformer:
         from ..model import load
 
-        return load(self.path, **self.options)
+        model = load(self.path, **self.options)
+        model.dispatch()
+        if lines := differences(model_identity(model), self.identity):
+            raise CollectionError(f"{self.path} gives another model in a task: {'; '.join(lines)}")
+        return model
 
 
-def _work(recipe: _Recipe, dataset: Any, out: Path, shard: Shard, options: _Options) -> Collected:
+def _work(recipe: _Recipe, dataset: Any, out: Path, shard: Shard, options: Options) -> Collected:
     """One task."""
     from .collector import collect_shard
 
@@ -70,7 +81,7 @@ def collect_on_ray(
     dataset: Any,
     out: Path,
     shards: int | None,
-    options: _Options,
+    options: Options,
     ray_options: Mapping[str, Any],
 ) -> list[Collected]:
     """Every shard as a task; waits for all of them."""

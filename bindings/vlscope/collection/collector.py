@@ -28,7 +28,7 @@ from .writer import Draft, PartWriter
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
 
-__all__ = ["Collected", "collect"]
+__all__ = ["Collected", "Options", "collect", "collect_shard"]
 
 PART_BYTES = 64 << 20
 PART_SECONDS = 60.0  # a part is also closed after this long, so that a kill costs no more
@@ -122,7 +122,7 @@ def collect(
             under on_error="stop".
         OSError: what the disk refuses. What was stored before stays good.
     """
-    options = _Options(_sites(sites), rows, _stored_dtype(dtype), batch_size, on_error, part_bytes, progress)
+    options = Options(_sites(sites), rows, _stored_dtype(dtype), batch_size, on_error, part_bytes, progress)
     options.check()
     if backend == "local":
         return collect_shard(model, dataset, Path(out), Shard.of(shard), options)
@@ -148,7 +148,7 @@ def _stored_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
+class Options:
     """The arguments of `collect` that every shard is given."""
 
     sites: tuple[str, ...]
@@ -170,13 +170,12 @@ class _Options:
             raise InputError(f'on_error is {self.on_error!r}; give "stop" or "skip"')
 
 
-def collect_shard(
-    model: StandardizedTransformer, dataset: Any, out: Path, shard: Shard, options: _Options
-) -> Collected:
+def collect_shard(model: StandardizedTransformer, dataset: Any, out: Path, shard: Shard, options: Options) -> Collected:
     """One shard, in this process."""
     sites = resolve(model, options.sites)
     check_rows(options.rows, sites)
     source = open_source(dataset)
+    model.dispatch()  # the stored dtype is known from then on
     config = _config(model, source, sites, shard, options)
     out.mkdir(parents=True, exist_ok=True)
     with exclusive(out / f".{shard}.lock", f"{shard} of {out}"):
@@ -186,7 +185,7 @@ def collect_shard(
 
 
 def _config(
-    model: StandardizedTransformer, source: Source, sites: Sequence[Site], shard: Shard, options: _Options
+    model: StandardizedTransformer, source: Source, sites: Sequence[Site], shard: Shard, options: Options
 ) -> Mapping[str, Any]:
     """What has to be the same for a run to go on with a shard, or to belong beside it."""
     config = {
@@ -232,14 +231,6 @@ def _opened(out: Path, shard: Shard, config: Mapping[str, Any], sites: Sequence[
     return manifest
 
 
-class _Stopped(Exception):
-    """A sample failed under on_error="stop"."""
-
-    def __init__(self, sample: Sample) -> None:
-        super().__init__(sample.index)
-        self.sample = sample
-
-
 class _Run:
     """The loop over the samples of a shard."""
 
@@ -250,7 +241,7 @@ class _Run:
         out: Path,
         manifest: Manifest,
         sites: Sequence[Site],
-        options: _Options,
+        options: Options,
     ) -> None:
         self._model, self._source, self._out, self._manifest = model, source, out, manifest
         self._sites, self._options = sites, options
@@ -260,10 +251,13 @@ class _Run:
 
     def run(self) -> None:
         samples = self._left()
-        first = list(itertools.islice(samples, _PREFLIGHT))
-        if self._options.progress and first:
+        first: list[Sample] = []
+        if self._options.progress:
+            # What has no indices may fail as it is read on: then nothing is to be lost that came before.
+            first = list(itertools.islice(samples, _PREFLIGHT if self._source.count is not None else 1))
+        if first:
             print(self._preflight(first), file=sys.stderr)
-        stopped = None
+        failure = None
         with PartWriter(self._out, self._manifest) as writer, self._bar() as bar:
             try:
                 for batch in self._batches(itertools.chain(first, samples)):
@@ -271,23 +265,19 @@ class _Run:
                     bar.show(self._through, self._rows)
                     self._close_part(writer)
                 self._draft.total = self._source.count
-            except _Stopped as error:
-                stopped = error
-            writer.put(self._draft)
-        if stopped is not None:
-            cause = stopped.__cause__
-            raise CollectionError(
-                f"sample {stopped.sample.index}: {cause}. The samples before it are stored; mend it and run the same "
-                'again, or pass over such samples with on_error="skip".'
-            ) from cause
+            except Exception as error:
+                failure = error
+            writer.put(self._draft)  # of whole samples, also after a failure
+        if failure is not None:
+            raise failure from failure.__cause__
 
     def _left(self) -> Iterator[Sample]:
         """The samples that are still to be done, once those that are done were seen to be the same."""
         samples = self._source.samples(self._manifest.shard)
-        digest = Manifest.digest
-        count = 0
+        skipped = {entry["sample"] for entry in self._manifest.skipped}
+        digest, count = Manifest.digest, 0
         for sample in itertools.islice(samples, self._manifest.done):
-            digest = chain(digest, sample)
+            digest = chain(digest, sample, sample.index in skipped)
             count += 1
         if digest != self._manifest.digest:
             raise CollectionError(
@@ -337,16 +327,19 @@ class _Run:
             self._rows += len(rows)
         self._draft.samples += indices
         for sample in samples:
-            self._count(sample)
+            self._count(sample, skipped=False)
 
     def _fail(self, sample: Sample, error: Exception) -> None:
         if self._options.on_error == "stop":
-            raise _Stopped(sample) from error
+            raise CollectionError(
+                f"sample {sample.index}: {error}. The samples before it are stored; mend it and run the same again, or "
+                'pass over such samples with on_error="skip".'
+            ) from error
         self._draft.skipped.append({"sample": sample.index, "error": f"{type(error).__name__}: {error}"})
-        self._count(sample)
+        self._count(sample, skipped=True)
 
-    def _count(self, sample: Sample) -> None:
-        self._draft.digest = chain(self._draft.digest, sample)
+    def _count(self, sample: Sample, skipped: bool) -> None:
+        self._draft.digest = chain(self._draft.digest, sample, skipped)
         self._through += 1
 
     def _close_part(self, writer: PartWriter) -> None:

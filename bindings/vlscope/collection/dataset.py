@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,11 @@ def open_source(dataset: Any) -> Source:
     return _open_iterable(dataset)
 
 
-def chain(digest: str, sample: Sample) -> str:
-    """The digest of a run of samples and one more."""
-    return hashlib.sha256(bytes.fromhex(digest) + sample.digest()).hexdigest()
+def chain(digest: str, sample: Sample, skipped: bool) -> str:
+    """The digest of a run of samples and one more. A skipped one may be readable at another time: what
+    it holds does not count."""
+    own = b"skipped" if skipped else sample.digest()
+    return hashlib.sha256(bytes.fromhex(digest) + own).hexdigest()
 
 
 def arguments(sample: Any) -> dict[str, Any]:
@@ -210,6 +212,7 @@ def _as_it_is(value: Any) -> Any:
 
 def _object_sample(index: int, load: Callable[[], Any], known: bool) -> Sample:
     """`known`: a fingerprint of the whole already tells the sample."""
+    load = cache(load)  # once for its tensors and its digest
 
     def digest() -> bytes:
         state = hashlib.sha256()

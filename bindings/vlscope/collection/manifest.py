@@ -147,7 +147,7 @@ class Manifest:
 
     def save(self, out: Path) -> None:
         """Write it in one step: what reads it sees this one or the one before."""
-        text = json.dumps(self._json(), indent=1)
+        text = json.dumps(self._json())
         with replacing(path_of(out, self.shard)) as file:
             file.write(text.encode())
 

@@ -65,7 +65,7 @@ def merge(out: str | os.PathLike[str], *, hashes: bool = False) -> Merged:
         "shards": [path_of(out, manifest.shard).name for manifest in manifests],
     }
     with replacing(out / "manifest.json") as file:
-        file.write(json.dumps(found, indent=1).encode())
+        file.write(json.dumps(found).encode())
     return Merged(
         out,
         total,
