@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
+    "CollectionError",
     "ConfigError",
     "InputError",
     "LateEditError",
@@ -39,6 +40,10 @@ class CheckpointError(VlscopeError, ValueError):
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """A checkpoint path does not lead to what it should."""
+
+
+class CollectionError(VlscopeError, RuntimeError):
+    """A folder of collected activations cannot be gone on with or read, or a sample cannot be collected."""
 
 
 class InputError(VlscopeError, ValueError):
