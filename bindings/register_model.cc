@@ -123,7 +123,7 @@ std::shared_ptr<KeyValueCache> recorded_blocks(const std::map<std::string, at::T
 
 /// The inverse of recorded_tensors.
 std::shared_ptr<Recording> recording_of(const std::map<std::string, at::Tensor>& tensors) {
-  const auto recording = std::make_shared<Recording>();
+  auto recording = std::make_shared<Recording>();
   const auto list = [&](const char* name) {
     std::vector<at::Tensor> found;
     for (auto next = tensors.begin(); next != tensors.end();) {
@@ -241,7 +241,10 @@ void register_model(py::module_& module) {
       .def(py::init(&make_inputs), py::arg("tensors"), py::arg("logits_to_keep") = 0)
       .def_readonly("input_ids", &Inputs::input_ids)
       .def(
-          "replay", [](Inputs& self, std::shared_ptr<Recording> from) { self.replay.from = from; },
+          "replay",
+          [](Inputs& self, std::shared_ptr<Recording> from) {
+            self.replay.from = std::move(from);
+          },
           py::arg("recording"))
       .def(
           "replay_tail",

@@ -236,16 +236,15 @@ class Runs {
                        wanted.begin();
     if (found < run.tokens) {
       throw InputError(
-          fmt::format("{} gives {} features, but the run of {} tokens at position {} "
-                      "has {}.",
+          fmt::format("{} gives {} features, but the run of {} tokens at position {} has {}.",
                       name(), run.tokens, modality_.noun, start, found));
     }
     const auto hidden = std::count(mask.begin(), mask.begin() + found, 0);
     if (hidden != 0 && hidden != found) {
-      throw InputError(
-          fmt::format("attention_mask is 0 on {} of the {} tokens of {} at position "
-                      "{}; hide all of them or none.",
-                      hidden, found, name(), start));
+      throw InputError(fmt::format(
+          "attention_mask is 0 on {} of the {} tokens of {} at position {}; hide all of "
+          "them or none.",
+          hidden, found, name(), start));
     }
     frame_ += run.grid.frames;
     if (frame_ == grids_[grid_].frames) {
@@ -298,7 +297,7 @@ class PositionWriter {
         images_(config.image_token_id, grids_of(inputs.image_grid_thw), kImage),
         videos_(video_runs(inputs, config)) {}
 
-  /// The positions of one prompt on each axis; what is masked keeps its own.
+  /// The positions of one prompt on each axis; where it is masked, the zeros stay.
   void write(std::span<const std::int64_t> ids, std::span<const std::int64_t> mask,
              std::int64_t* time, std::int64_t* height, std::int64_t* width) {
     const std::int64_t merge = vision_.spatial_merge_size;

@@ -28,7 +28,7 @@ else:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "bindings" / "vlscope"
 BUILT = {"_core.so": ROOT / "build/bin/bindings/_core.so", "_cuda.so": ROOT / "build/bin/core/ops/cuda/_cuda.so"}
-PACKED_SUFFIXES = {".py", ".pyi", ".typed"}
+PACKED_SUFFIXES = {".html", ".py", ".pyi", ".typed"}
 BUILD_REQUIREMENTS = {"torch": "torch==2.11.*", "pybind11": "pybind11==3.1.*"}
 WHEEL_DATE = (2020, 1, 1, 0, 0, 0)  # the same files give the same wheel
 

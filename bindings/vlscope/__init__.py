@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import (
     _build,  # noqa: F401, I001  (first: it loads torch and the engine, or says why not)
@@ -21,9 +21,11 @@ from .edits import Edit
 from .errors import (
     CheckpointError,
     CheckpointNotFound,
+    CollectionError,
     ConfigError,
     InputError,
     LateEditError,
+    MissingPackage,
     NonFiniteError,
     NotReachedError,
     OutOfMemory,
@@ -47,8 +49,10 @@ from .tree import Module, ModuleList, Record, Tensors, Value
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationDataset",
     "CheckpointError",
     "CheckpointNotFound",
+    "CollectionError",
     "ConfigError",
     "Edit",
     "GenerationTracer",
@@ -56,6 +60,7 @@ __all__ = [
     "InputError",
     "InvokeTracer",
     "LateEditError",
+    "MissingPackage",
     "Module",
     "ModuleList",
     "NonFiniteError",
@@ -77,6 +82,7 @@ __all__ = [
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
+    "collect",
     "cuda_kernels",
     "estimate",
     "first_nonfinite",
@@ -87,11 +93,17 @@ __all__ = [
     "weight_counts",
 ]
 
+if TYPE_CHECKING:
+    from .collection import ActivationDataset, collect
+
 #: Imported when first used: they cost start-up time.
-_LAZY = ("demo", "interventions", "patching", "processing", "printing", "prompts")
+_LAZY = ("collection", "demo", "html", "interventions", "patching", "plot", "printing", "processing", "prompts")
+_LAZY_NAMES = {"ActivationDataset": "collection", "collect": "collection"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
+    if name in _LAZY_NAMES:
+        return getattr(importlib.import_module(f".{_LAZY_NAMES[name]}", __name__), name)
     raise AttributeError(f"module 'vlscope' has no attribute {name!r}")

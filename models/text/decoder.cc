@@ -176,7 +176,7 @@ Flow<at::Tensor> GatedMlp::operator()(Trace& trace, at::Tensor x) const {
     if (!fused) gate = co_await act_fn(trace, std::move(gate));
     x = co_await up_proj(trace, std::move(x));
     x = fused ? ops::swiglu(gate, x) : gate * x;
-    gate = {};
+    gate = at::Tensor();
     x = co_await down_proj(trace, std::move(x));
   }
   co_await trace.at(output, x);

@@ -110,7 +110,9 @@ Flow<at::Tensor> VisionAttention::operator()(Trace& trace, at::Tensor x,
     at::Tensor k = heads_first(rotate_precisely(parts.select(1, 1), context));
     at::Tensor v = heads_first(parts.select(1, 2));
     co_await trace.at(queries, q, k, v);
-    x = co_await attend(trace, {std::move(q), std::move(k), std::move(v)}, context);
+    // Not made in the call: g++ 12 destroys an aggregate that is a coroutine's argument twice.
+    Segment whole{std::move(q), std::move(k), std::move(v)};
+    x = co_await attend(trace, std::move(whole), context);
     co_await trace.at(head_outputs, x);
     x = x.reshape({patches, -1});
     x = co_await proj(trace, std::move(x));

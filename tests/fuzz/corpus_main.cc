@@ -15,7 +15,8 @@ namespace {
 void run(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   const std::string input{std::istreambuf_iterator<char>(file), {}};
-  std::puts(path.c_str());  // the last line names the input that ended the program
+  // The last line names the input that ended the program, and has to be out by then.
+  std::fprintf(stderr, "%s\n", path.c_str());
   LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(input.data()), input.size());
 }
 

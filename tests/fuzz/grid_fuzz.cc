@@ -55,6 +55,7 @@ ImageOptions options_of(Numbers& numbers) {
 void check_cut(ImageSize size, const ImageOptions& options, std::int64_t frames) {
   const std::int64_t factor = options.patch_size * options.merge_size;
   expect(size.height > 0 && size.width > 0, "no side is empty");
+  expect(options.patch_size > 0 && factor > 0, "no patch is empty");
   expect(size.height % factor == 0 && size.width % factor == 0, "sides are whole merge blocks");
   const Grid grid{frames, size.height / options.patch_size, size.width / options.patch_size};
   const __int128 patches = static_cast<__int128>(grid.frames) * grid.rows * grid.columns;
@@ -77,8 +78,8 @@ void video(Numbers& numbers) {
   options.max_video_tokens = numbers.next();
   const std::int64_t frames = numbers.next();
   const ImageSize size{numbers.next(), numbers.next()};
-  check_cut(processed_video_size(frames, size, options), options.frames,
-            (frames - 1) / options.frames.temporal_patch_size + 1);
+  const ImageSize cut = processed_video_size(frames, size, options);  // refuses a patch of nothing
+  check_cut(cut, options.frames, (frames - 1) / options.frames.temporal_patch_size + 1);
 }
 
 }  // namespace

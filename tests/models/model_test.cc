@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -128,6 +129,28 @@ TEST(Positions, PaddingIsLeftOutAndHoldsZero) {
   Inputs inputs = prompt({0, 0, 5, 6});
   inputs.attention_mask = longs({0, 0, 1, 1}).unsqueeze(0);
   EXPECT_THAT(axis(checked(inputs, config()).position_ids, 0), ElementsAre(0, 0, 0, 1));
+}
+
+TEST(Positions, AHiddenImageTakesNoneAndTheNextHasItsOwnGrid) {
+  Inputs inputs = prompt({1, I, I, 2, I, I, 3}, {{1, 2, 4}, {1, 4, 2}});
+  inputs.attention_mask = longs({1, 0, 0, 1, 1, 1, 1}).unsqueeze(0);
+  const at::Tensor positions = checked(inputs, config()).position_ids;
+  EXPECT_THAT(axis(positions, 1), ElementsAre(0, 0, 0, 1, 2, 3, 4));
+  EXPECT_THAT(axis(positions, 2), ElementsAre(0, 0, 0, 1, 2, 2, 4));
+  inputs.attention_mask = longs({1, 1, 1, 1, 1, 0, 1}).unsqueeze(0);
+  EXPECT_THAT(refusal(inputs), HasSubstr("attention_mask is 0 on 1 of the 2 tokens of image 1 at "
+                                         "position 4"));
+}
+
+TEST(CheckedInputs, TakeNumbersAlone) {
+  Inputs inputs = prompt({I}, {{1, 2, 2}});
+  inputs.pixel_values[2][7] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_THAT(refusal(inputs), HasSubstr("pixel_values holds nan at patch 2, column 7"));
+  inputs.pixel_values = at::zeros({4, 1536}, at::kMeta);  // As a scan has them.
+  EXPECT_THAT(refusal(inputs), HasSubstr("accepted"));
+  EXPECT_THROW(check_pixels_hold_data(inputs), InputError);
+  inputs.input_ids = inputs.input_ids.to(at::kMeta);
+  EXPECT_THAT(refusal(inputs), HasSubstr("input_ids is on meta"));
 }
 
 TEST(CheckedInputs, NameWhatDisagreesWithBothNumbers) {

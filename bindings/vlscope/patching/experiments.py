@@ -50,6 +50,7 @@ class Cells:
         corrupted: the metric of the run without a change.
         clean: the metric of the run that the values came from; None where no single run is that.
         rows: "all", or "affected" where only the rows that a change reaches were computed.
+        estimated: the values are estimates of changes, as those of `attribution`.
     """
 
     values: torch.Tensor
@@ -61,13 +62,30 @@ class Cells:
     corrupted: float
     clean: float | None
     rows: Rows = "all"
+    estimated: bool = False
+
+    @property
+    def effects(self) -> torch.Tensor:
+        """[sites, positions], by how much each cell changes the metric."""
+        return self.values if self.estimated else self.values - self.corrupted
 
     @property
     def recovered(self) -> torch.Tensor:
         """[sites, positions], the share of the way from `corrupted` (0) to `clean` (1)."""
         if self.clean is None:
             raise InputError("these values came from no single run: compare `values` with `corrupted`")
-        return (self.values - self.corrupted) / (self.clean - self.corrupted)
+        return self.effects / (self.clean - self.corrupted)
+
+    def plot(self, figure: Any = None) -> Any:
+        """A heat map of sites and positions, labelled by blocks and tokens: of `recovered`, or of `effects`
+        where no single clean run is known. Gives a matplotlib figure; see `vlscope.plot`.
+
+        Raises:
+            MissingPackage: matplotlib is not installed.
+        """
+        from ..plot.cells import draw_cells
+
+        return draw_cells(self, figure)
 
     def __repr__(self) -> str:
         rows, columns = self.values.shape
@@ -184,7 +202,7 @@ def attribution(
         each = [_first_order(fitting(donor, part, name), part, next(gradients), where) for donor, part in pairs]
         effects.append(torch.stack(each).sum(0))
     labels = _labels(model, target, sites, [(index,) for index in range(length)], _axis_name(model, sites, where, axis))
-    return Cells(torch.stack(effects).cpu(), corrupted=score.item(), clean=reached, **labels)
+    return Cells(torch.stack(effects).cpu(), corrupted=score.item(), clean=reached, **labels, estimated=True)
 
 
 def _with_grad(value: torch.Tensor) -> torch.Tensor:
