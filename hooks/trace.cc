@@ -254,6 +254,12 @@ void Trace::advance(const Site& site) {
 
 /// What the prompt lacks is known from the start.
 void Trace::check_given(const Site& site) const {
+  if (options_.start && site.location->order() < options_.start->order()) {
+    throw NotReachedError(
+        fmt::format("{} is not reached: the tail of a recording begins at {}, with what was "
+                    "recorded of all before.",
+                    site.path, options_.start->path()));
+  }
   const auto refuse = [&](const char* what, const char* give) {
     if (options_.later_step) {
       throw NotReachedError(fmt::format(

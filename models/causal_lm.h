@@ -28,6 +28,8 @@ class CausalLM : public Module {
   at::Tensor project_on_vocab(const at::Tensor& hidden) const;
 
   const Config& config() const { return config_; }
+  /// Where the forward of a recording's tail begins.
+  virtual const Location& tail_start() const = 0;
 
   Linear lm_head;
 

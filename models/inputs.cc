@@ -2,6 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/aminmax.h>
+#include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones.h>
@@ -17,11 +18,15 @@
 #include <string>
 #include <utility>
 
+#include "core/device.h"
 #include "core/errors.h"
 #include "core/text.h"
+#include "models/tail.h"
 
 namespace vlscope {
 namespace {
+
+constexpr std::int64_t kNoToken = -1;
 
 /// Refuses a tensor whose numbers cannot be read one by one.
 void check_dense(const at::Tensor& tensor, const char* name) {
@@ -101,8 +106,7 @@ constexpr Modality kImage{"image", "pixel_values", "image_grid_thw", "an image h
 constexpr Modality kVideo{"video", "pixel_values_videos", "video_grid_thw",
                           "a video has 1 frame or more"};
 
-constexpr std::int64_t kLargestSide = 1 << 20;  // Products of three stay far from overflow.
-constexpr std::int64_t kLargestSum = std::int64_t{1} << 62;  // So does a sum that stops here.
+constexpr std::int64_t kLargestSide = 1 << 20;
 
 void check_grids(const std::vector<Grid>& grids, const VisionConfig& vision,
                  const Modality& modality) {
@@ -151,8 +155,7 @@ void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
         modality.pixels, shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size,
         vision.patch_size, vision.patch_size));
   }
-  std::int64_t patches = 0;
-  for (const Grid& grid : grids) patches = std::min(patches + grid.patches(), kLargestSum);
+  const std::int64_t patches = patches_of(grids);
   if (pixels.size(0) != patches) {
     throw InputError(fmt::format("{} has {} patches, {} counts {}.", modality.pixels,
                                  pixels.size(0), modality.grids, patches));
@@ -188,14 +191,14 @@ void check_placeholders(const at::Tensor& ids, std::int64_t token, const std::ve
                         const VisionConfig& vision, const Modality& modality) {
   const auto* id = ids.const_data_ptr<std::int64_t>();
   const auto found = std::count(id, id + ids.numel(), token);
-  std::int64_t expected = 0;
-  for (const Grid& grid : grids) expected += tokens_of(grid, vision);
+  const std::int64_t merged = vision.spatial_merge_size * vision.spatial_merge_size;
+  const std::int64_t expected = patches_of(grids) / merged;
   if (found == expected) return;
   throw InputError(fmt::format(
       "input_ids holds {0} {1} tokens (id {2}), the {3} {1}(s) give {4} features. Each {1} needs "
       "its placeholder, expanded to {5}rows x columns / {6} tokens.",
       found, modality.noun, token, grids.size(), expected, &modality == &kVideo ? "frames x " : "",
-      vision.spatial_merge_size * vision.spatial_merge_size));
+      merged));
 }
 
 /// A run of image or video tokens, how many they are, and how far apart in time its frames are.
@@ -423,6 +426,7 @@ Inputs checked(Inputs inputs, const Config& config) {
         fmt::format("logits_to_keep is {}; give 0 (all) or more.", inputs.logits_to_keep));
   }
   if (inputs.replay.from) check_recording(*inputs.replay.from, inputs, config);
+  if (inputs.replay.tail) check_tail(*inputs.replay.tail, inputs, config);
   inputs.position_ids = mrope_positions(inputs, config);
   return inputs;
 }
@@ -472,6 +476,24 @@ at::Tensor mrope_positions(const Inputs& inputs, const Config& config) {
     writer.write({ids, length}, {mask, length}, base, base + batch * seq, base + 2 * batch * seq);
   }
   return positions;
+}
+
+VisualTokens visual_tokens(const Inputs& inputs, const Config& config) {
+  const bool prompt = inputs.past() == 0;  // What a later step reads is text, whatever its id.
+  VisualTokens tokens;
+  tokens.images = inputs.input_ids == (prompt ? config.image_token_id : kNoToken);
+  tokens.videos = inputs.input_ids == (prompt ? config.video_token_id : kNoToken);
+  tokens.mask = tokens.images.logical_or(tokens.videos);
+  return tokens;
+}
+
+std::vector<at::Tensor> in_prompt_order(std::vector<at::Tensor> levels,
+                                        const VisualTokens& visual) {
+  const at::Tensor images = rows_of(visual.images), videos = rows_of(visual.videos);
+  if (images.numel() == 0 || videos.numel() == 0) return levels;
+  const at::Tensor order = at::argsort(at::cat({images, videos}));
+  for (at::Tensor& level : levels) level = level.index_select(0, on_device(order, level.device()));
+  return levels;
 }
 
 at::Tensor rows_of(const at::Tensor& mask) { return mask.reshape(-1).nonzero().squeeze(-1); }

@@ -4,17 +4,26 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "models/config.h"
+#include "models/grid.h"
 #include "models/recording.h"
 
 namespace vlscope {
+
+/// The last positions of a recorded prompt, from `first` on, in several copies.
+struct Tail {
+  std::int64_t first = 0;
+  std::int64_t copies = 1;
+};
 
 /// The recordings that a forward has to do with.
 struct Replay {
   std::shared_ptr<const Recording> from = nullptr;  ///< Parts that need no computing.
   std::shared_ptr<Recording> into = nullptr;        ///< Filled as the forward goes.
+  std::optional<Tail> tail = std::nullopt;          ///< Of `from`: the forward is of that alone.
 };
 
 /// The tensors of one forward, as the caller has them.
@@ -36,12 +45,6 @@ struct Inputs {
   std::int64_t past() const {
     return attention_mask.defined() ? attention_mask.size(-1) - input_ids.size(-1) : 0;
   }
-};
-
-/// Grid of one image or video, in patches. A video has one frame for each temporal patch.
-struct Grid {
-  std::int64_t frames, rows, columns;
-  std::int64_t patches() const { return frames * rows * columns; }
 };
 
 /// Brings ids, mask and grids to int64 on the CPU, fills in a mask of ones and the positions, and
@@ -75,6 +78,16 @@ std::vector<Grid> grids_of(const at::Tensor& grid_thw);
 /// to. Arithmetic of each family's `get_rope_index`, transformers 5.17.0.
 /// @throws InputError if a run of image or video tokens does not match its grid.
 at::Tensor mrope_positions(const Inputs& inputs, const Config& config);
+
+/// Which tokens are of images, which of videos, `[batch, seq]` bool, and which are of either.
+struct VisualTokens {
+  at::Tensor images, videos, mask;
+};
+VisualTokens visual_tokens(const Inputs& inputs, const Config& config);
+
+/// Tensors with a row for each visual token, which the tower gives with the images first, in the
+/// order of the prompt's tokens.
+std::vector<at::Tensor> in_prompt_order(std::vector<at::Tensor> levels, const VisualTokens& visual);
 
 /// Indices of the true elements of a mask `[batch, seq]` in its flattened form, ascending.
 at::Tensor rows_of(const at::Tensor& mask);

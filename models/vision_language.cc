@@ -1,15 +1,15 @@
 #include "models/vision_language.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
 
 #include <utility>
 
+#include "core/device.h"
+#include "models/tail.h"
+
 namespace vlscope {
 namespace {
-
-constexpr std::int64_t kNoToken = -1;
 
 /// One tensor of those of the images and those of the videos, of which one may be undefined.
 at::Tensor joined(const at::Tensor& images, const at::Tensor& videos) {
@@ -32,6 +32,19 @@ VisionLanguageModel::VisionLanguageModel(const Config& config, Attention attenti
     : CausalLM(config), model(this, "model", config, parts, attention == Attention::kEager) {}
 
 Flow<at::Tensor> VisionLanguageModel::hidden_states(Trace& trace, Inputs& inputs) const {
+  TextModel::Input in;
+  if (inputs.replay.tail) {
+    in = tail_of(inputs, config(), model.visual->deepstack_levels().has_value());
+    inputs.attention_mask = in.attention_mask;
+  } else {
+    in = co_await embed(trace, inputs);
+  }
+  at::Tensor hidden = co_await model.language_model(trace, std::move(in));
+  co_await trace.at(model.output, hidden);
+  co_return hidden;
+}
+
+Flow<TextModel::Input> VisionLanguageModel::embed(Trace& trace, Inputs& inputs) const {
   const TextModel& text = model.language_model;
   const bool edited =
       co_await trace.at(model.input, inputs.input_ids, inputs.attention_mask, inputs.pixel_values,
@@ -39,27 +52,21 @@ Flow<at::Tensor> VisionLanguageModel::hidden_states(Trace& trace, Inputs& inputs
                         inputs.second_per_grid_ts);
   if (edited) inputs = checked(inputs, config());
   const at::Device device = text.embed_tokens.weight().device();
-  const bool prompt = inputs.past() == 0;  // What a later step reads is text, whatever its id.
-  at::Tensor image_mask = inputs.input_ids == (prompt ? config().image_token_id : kNoToken);
-  at::Tensor video_mask = inputs.input_ids == (prompt ? config().video_token_id : kNoToken);
-  at::Tensor visual_mask = image_mask.logical_or(video_mask);
-  co_await trace.at(model.visual->image_token_mask, image_mask, video_mask, visual_mask);
+  VisualTokens visual = visual_tokens(inputs, config());
+  co_await trace.at(model.visual->image_token_mask, visual.images, visual.videos, visual.mask);
 
-  at::Tensor ids = inputs.input_ids.to(device);
+  at::Tensor ids = on_device(inputs.input_ids, device);
   TextModel::Input in;
   in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
   if (inputs.pixel_values.defined() || inputs.pixel_values_videos.defined()) {
-    if (model.visual->deepstack_levels()) in.visual_pos_masks = std::move(visual_mask);
+    if (model.visual->deepstack_levels()) in.visual_pos_masks = std::move(visual.mask);
     in = co_await see(trace, inputs, std::move(in));
   }
   in.attention_mask = inputs.attention_mask;
-  in.position_ids = inputs.position_ids.to(device);
+  in.position_ids = on_device(inputs.position_ids, device);
   in.replay = inputs.replay;
   in.cache = inputs.cache.get();
-
-  at::Tensor hidden = co_await text(trace, std::move(in));
-  co_await trace.at(model.output, hidden);
-  co_return hidden;
+  co_return in;
 }
 
 Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inputs,
@@ -70,33 +77,29 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
     features = inputs.replay.from->vision;
   } else {
     at::Tensor pixels = joined(inputs.pixel_values, inputs.pixel_values_videos);
-    pixels = pixels.to(device, in.inputs_embeds.scalar_type());
+    pixels = on_device(pixels, device).to(in.inputs_embeds.scalar_type());
     at::Tensor grids = joined(inputs.image_grid_thw, inputs.video_grid_thw);
     features = co_await (*model.visual)(trace, std::move(pixels), std::move(grids));
   }
   if (inputs.replay.into) inputs.replay.into->vision = features;
-  const at::Tensor image_rows = rows_of(inputs.input_ids == config().image_token_id);
-  const at::Tensor video_rows = rows_of(inputs.input_ids == config().video_token_id);
-  const bool both = inputs.pixel_values.defined() && inputs.pixel_values_videos.defined();
+  const VisualTokens visual = visual_tokens(inputs, config());
+  const at::Tensor image_rows = rows_of(visual.images), video_rows = rows_of(visual.videos);
   at::Tensor images = std::exchange(features.merged, {}), videos;
   if (!inputs.pixel_values.defined()) {
     std::swap(images, videos);
-  } else if (both) {
+  } else if (inputs.pixel_values_videos.defined()) {
     videos = images.narrow(0, image_rows.size(0), video_rows.size(0));
     images = images.narrow(0, 0, image_rows.size(0));
   }
   co_await trace.at(model.visual->image_features, images, videos);
   for (const auto& [rows, part] : {std::pair(image_rows, images), std::pair(video_rows, videos)}) {
-    if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, rows.to(device), part);
+    if (part.defined())
+      in.inputs_embeds = put_rows(in.inputs_embeds, on_device(rows, device), part);
   }
   if (!in.visual_pos_masks.defined()) co_return in;
-  in.visual_rows = rows_of(in.visual_pos_masks).to(device);
-  if (both) {
-    // The tower has the images first; the text model takes the rows as the prompt has them.
-    const at::Tensor order = at::argsort(at::cat({image_rows, video_rows})).to(device);
-    for (at::Tensor& level : features.deepstack) level = level.index_select(0, order);
-  }
-  in.deepstack = std::move(features.deepstack);
+  in.visual_rows = on_device(rows_of(in.visual_pos_masks), device);
+  // The text model takes the rows as the prompt has them.
+  in.deepstack = in_prompt_order(std::move(features.deepstack), visual);
   if (!model.visual->deepstack_levels()) in.visual_pos_masks = at::Tensor();
   co_return in;
 }

@@ -39,6 +39,8 @@ class VisionLanguageModel : public CausalLM {
  public:
   VisionLanguageModel(const Config& config, Attention attention, const FamilyParts& parts);
 
+  const Location& tail_start() const override { return model.language_model.input; }
+
   MultimodalModel model;
 
  protected:
@@ -46,6 +48,8 @@ class VisionLanguageModel : public CausalLM {
   const Leaf& final_norm() const override { return *model.language_model.norm; }
 
  private:
+  /// The prompt's embeddings, with what the tower sees among them.
+  Flow<TextModel::Input> embed(Trace& trace, Inputs& inputs) const;
   /// Runs the tower on images and videos, scatters its features among the embeddings of `in`, and
   /// puts the DeepStack levels there.
   Flow<TextModel::Input> see(Trace& trace, const Inputs& inputs, TextModel::Input in) const;

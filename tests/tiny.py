@@ -535,11 +535,19 @@ def split(stored):
 
 
 def restore(folder, change):
-    """Stores what `change` makes of the tensors of a checkpoint of one file."""
-    from safetensors.torch import load_file, save_file
+    """Stores what `change` makes of the tensors of a checkpoint of one file.
+
+    The tensors begin at a multiple of 64 bytes: the last bits of a product may depend on where its
+    factors stand in memory (with MKL on some CPUs they do), and forms of one model are compared.
+    """
+    from safetensors.torch import load_file, save
 
     path = folder / "model.safetensors"
-    save_file(change({key: value.clone() for key, value in load_file(path).items()}), path, {"format": "pt"})
+    stored = change({key: value.clone() for key, value in load_file(path).items()})
+    file = save(stored, {"format": "pt"})
+    size = int.from_bytes(file[:8], "little")
+    header = file[8 : 8 + size].ljust(-(-(8 + size) // 64) * 64 - 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + file[8 + size :])
 
 
 def build(name, folder, dtype=torch.float32, **save_options):

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import (
     _build,  # noqa: F401, I001  (first: it loads torch and the engine, or says why not)
@@ -21,13 +21,16 @@ from .edits import Edit
 from .errors import (
     CheckpointError,
     CheckpointNotFound,
+    CollectionError,
     ConfigError,
     InputError,
     LateEditError,
+    MissingPackage,
     NonFiniteError,
     NotReachedError,
     OutOfMemory,
     OutOfOrderError,
+    TokenizationError,
     Unavailable,
     UnknownSite,
     UnsupportedFamily,
@@ -37,6 +40,7 @@ from .estimates import estimate
 from .finite import first_nonfinite
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
+from .kernels import cuda_kernels
 from .model import StandardizedTransformer, load, weight_counts
 from .recording import Recording
 from .trace import InvokeTracer, Saved, Session, Tracer, save
@@ -45,8 +49,10 @@ from .tree import Module, ModuleList, Record, Tensors, Value
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationDataset",
     "CheckpointError",
     "CheckpointNotFound",
+    "CollectionError",
     "ConfigError",
     "Edit",
     "GenerationTracer",
@@ -54,6 +60,7 @@ __all__ = [
     "InputError",
     "InvokeTracer",
     "LateEditError",
+    "MissingPackage",
     "Module",
     "ModuleList",
     "NonFiniteError",
@@ -68,12 +75,15 @@ __all__ = [
     "Session",
     "StandardizedTransformer",
     "Tensors",
+    "TokenizationError",
     "Tracer",
     "Unavailable",
     "UnknownSite",
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
+    "collect",
+    "cuda_kernels",
     "estimate",
     "first_nonfinite",
     "layouts",
@@ -83,10 +93,17 @@ __all__ = [
     "weight_counts",
 ]
 
-_LAZY = ("demo", "patching", "processing", "printing")  # imported when first used: they cost start-up time
+if TYPE_CHECKING:
+    from .collection import ActivationDataset, collect
+
+#: Imported when first used: they cost start-up time.
+_LAZY = ("collection", "demo", "html", "interventions", "patching", "plot", "printing", "processing", "prompts")
+_LAZY_NAMES = {"ActivationDataset": "collection", "collect": "collection"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return importlib.import_module(f".{name}", __name__)
+    if name in _LAZY_NAMES:
+        return getattr(importlib.import_module(f".{_LAZY_NAMES[name]}", __name__), name)
     raise AttributeError(f"module 'vlscope' has no attribute {name!r}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 
 def _demo(arguments: argparse.Namespace) -> None:
@@ -41,7 +43,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     values.add_argument("model", metavar="MODEL", help='a checkpoint folder, a hub id, or "demo"')
     values.set_defaults(run=_values)
+    _add(commands, "collect", importlib.import_module(".commands.collect", __package__))
     return parser
+
+
+def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, module: ModuleType) -> None:
+    """A command that is a module of its own; see `vlscope.commands`."""
+    text, _, examples = (module.__doc__ or "").partition("\nExamples:\n")
+    summary, _, rest = text.partition("\n")
+    parser = commands.add_parser(
+        name,
+        help=summary.rstrip("."),
+        description=f"{summary}\n{rest}".strip(),
+        epilog=f"examples:\n{examples.rstrip()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

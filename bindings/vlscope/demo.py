@@ -6,7 +6,7 @@ the first three blocks. This script
 
 1. zeroes either path, and both, and asks again;
 2. writes the image rows of a blue square's run into the red square's run, block by block;
-3. reads how much the last token attends to each part of the image.
+3. draws how much the last token attends to each part of the image.
 
 Run it with `vlscope demo`, or copy it: it uses nothing but the public interface.
 """
@@ -17,7 +17,6 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
@@ -57,7 +56,7 @@ def picture(
 
 
 # --------------------------------------------------------------------------------------------------
-# The three experiments
+# The experiments
 # --------------------------------------------------------------------------------------------------
 
 
@@ -134,16 +133,6 @@ def patch(model: vlscope.StandardizedTransformer, image: Image.Image, donor: Ima
     )
 
 
-def attend(model: vlscope.StandardizedTransformer, image: Image.Image) -> torch.Tensor:
-    """The last token's attention over the image, mean of the heads: [blocks, rows, columns]."""
-    with model.trace(QUESTION, images=[image]):
-        mask = model.vision.image_token_mask.save()
-        patterns = [layer.self_attn.attention_probabilities[0, :, -1] for layer in model.layers]
-    side = model.vision.patch_size * model.vision.spatial_merge_size  # pixels per image token
-    weights = torch.stack([pattern.mean(0)[mask[0]] for pattern in patterns])
-    return weights.reshape(-1, image.height // side, image.width // side)
-
-
 def read_prompt(model: vlscope.StandardizedTransformer, image: Image.Image) -> str:
     """The prompt as the model sees it, its run of image tokens shortened."""
     with model.trace(QUESTION, images=[image]):
@@ -180,45 +169,17 @@ def bar(logit: torch.Tensor) -> str:
     return f"{logit:5.1f} {'#' * max(0, round(logit.item()))}"
 
 
-def draw(path: Path, image: Image.Image, answer: Answer, attention: torch.Tensor, patching: Patching) -> bool:
-    """Writes the figure; returns False where matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(10, 7), layout="constrained")
+def draw(path: Path, model: vlscope.StandardizedTransformer, image: Image.Image, patching: Patching) -> None:
+    """Writes the figure. Raises `vlscope.MissingPackage` where matplotlib is not installed."""
+    plot = vlscope.plot  # before matplotlib: it says what to install
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), layout="constrained")
     top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.1], hspace=0.06)
-    left, right = top.subfigures(1, 2, width_ratios=[1, 1.8])
-    draw_image(left, image, answer)
-    draw_attention(right, image, attention)
+    plot.attention(model, QUESTION, images=[image], figure=top)
+    top.suptitle("Attention of the last token on the image, mean of the heads, by block", fontweight="bold")
     draw_patching(bottom, patching)
     figure.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.15)
-    return True
-
-
-def draw_image(figure, image: Image.Image, answer: Answer) -> None:
-    axes = figure.subplots()
-    axes.imshow(image)
-    axes.set(xticks=[], yticks=[])
-    caption = f"{QUESTION}\n{answer.word}, probability {answer.probability:.2f}"
-    axes.set_xlabel(caption, fontsize=9)
-    figure.suptitle("The image", fontweight="bold")
-
-
-def draw_attention(figure, image: Image.Image, attention: torch.Tensor) -> None:
-    """One map per block, with the outline of what the image shows."""
-    grey = np.asarray(image.convert("L"))
-    grid = figure.subplots(2, (len(attention) + 1) // 2)
-    for axes in grid.flat:
-        axes.axis("off")
-    for block, (axes, weights) in enumerate(zip(grid.flat, attention.numpy())):
-        axes.axis("on")
-        axes.set(xticks=[], yticks=[])
-        axes.set_title(f"block {block}: {weights.sum():.0%}", fontsize=10)
-        extent = (0, image.width, image.height, 0)
-        axes.imshow(weights, cmap="Greys", vmin=0, vmax=float(attention.max()), extent=extent)
-        axes.contour(grey, levels=1, colors="tab:red", linewidths=1)
-    figure.suptitle("Attention of the last token on the image, by block", fontweight="bold")
 
 
 def draw_patching(figure, result: Patching) -> None:
@@ -256,10 +217,11 @@ def run(out: Path) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     path = out / "demo.png"
-    if draw(path, red, answer, attend(model, red), patching):
+    try:
+        draw(path, model, red, patching)
         print(f"\n{path}")
-    else:
-        print("\nno picture: matplotlib is not installed (pip install matplotlib)")
+    except vlscope.MissingPackage as error:
+        print(f"\nno picture: {error}")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import os
 import weakref
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from .errors import CheckpointError, CheckpointNotFound, InputError
 if TYPE_CHECKING:
     from .model import StandardizedTransformer
 
-__all__ = ["Recording"]
+__all__ = ["Recording", "Tail"]
 
 _FORMAT = "vlscope recording 1"
 _INPUT = "input."
@@ -77,6 +78,10 @@ class Recording:
         """Bytes of what is kept besides the inputs."""
         return self._core.nbytes
 
+    def tail(self, first: int = 0, copies: int = 1) -> Tail:
+        """The prompt from position `first` on, `copies` times; see `Tail`."""
+        return Tail(self, first, copies)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one safetensors file, inputs included."""
         from safetensors.torch import save_file
@@ -109,7 +114,13 @@ class Recording:
         return cls(_core.Recording({name: x.to(device) for name, x in tensors.items()}), inputs, metadata, None)
 
     def _inputs_for(self, model: StandardizedTransformer, logits_to_keep: int) -> _core.Inputs:
-        """The inputs of a trace that starts from here. Refused where another forward was recorded."""
+        """The inputs of a trace that starts from here."""
+        inputs = self._checked_inputs(model, logits_to_keep)
+        inputs.replay(self._core)
+        return inputs
+
+    def _checked_inputs(self, model: StandardizedTransformer, logits_to_keep: int) -> _core.Inputs:
+        """The prompt. Refused where another forward was recorded."""
         model.dispatch()
         for name, here in _identity(model).items():
             recorded = self._identity[name]
@@ -121,10 +132,50 @@ class Recording:
             made_on, version = self._weights
             if made_on() is model and model._core.weight_version() != version:
                 raise InputError("weights were edited after the recording was made: record it again")
-        inputs = _core.Inputs(self._inputs, logits_to_keep)
-        inputs.replay(self._core)
-        return inputs
+        return _core.Inputs(self._inputs, logits_to_keep)
 
     def __repr__(self) -> str:
         batch, seq = self._inputs["input_ids"].shape
         return f"<Recording of {batch} x {seq} tokens, {self.nbytes / 2**20:.1f} MiB>"
+
+
+class Tail:
+    """The last positions of a recorded prompt, in several copies: made by `recording.tail(first, copies)`,
+    traced by `model.trace(tail)`.
+
+    Attention is causal: what is changed at position `first` or later changes nothing before it. So the
+    forward of a tail has the positions from `first` on alone, [copies, seq - first, hidden_size], and
+    looks back at the recorded keys and values of those before; and each copy can be changed in its own
+    way. Values with all positions as keys (`attention_keys`, `attention_values`, patterns) have them
+    all. Nothing before the text blocks is reached.
+
+    >>> clean = model.record("The capital of France is", keys=True)
+    >>> with model.trace(clean.tail(3, copies=2)):  # positions 3 and 4
+    ...     model.layers[2].layer_output[1, -1] = 0  # of the second copy
+    ...     probs = model.next_token_probs.save()  # [2, vocab_size]
+
+    Values are those of the prompt's own trace within 1e-5: a product of fewer rows differs in its last bits.
+
+    `first` above 0 needs a recording with `keys=True`, and a model of attention blocks alone.
+
+    Raises:
+        InputError: when traced: a recording of a batch or without keys, a `first` beyond the prompt.
+    """
+
+    def __init__(self, recording: Recording, first: int, copies: int) -> None:
+        self.recording = recording
+        self.first = operator.index(first)
+        self.copies = operator.index(copies)
+
+    def _inputs_for(self, model: StandardizedTransformer, logits_to_keep: int) -> _core.Inputs:
+        if model.edits:
+            raise InputError(
+                f"the model keeps edits ({', '.join(edit.key for edit in model.edits)}), which are of whole prompts: "
+                "trace the recording, or clear_edits() first"
+            )
+        inputs = self.recording._checked_inputs(model, logits_to_keep)
+        inputs.replay_tail(self.recording._core, self.first, self.copies)
+        return inputs
+
+    def __repr__(self) -> str:
+        return f"<{self.copies} x the tail from position {self.first} of {self.recording!r}>"

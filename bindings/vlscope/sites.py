@@ -15,14 +15,14 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from .errors import InputError, Unavailable, UnknownSite
+from .errors import InputError, NotReachedError, Unavailable, UnknownSite
 from .tree import Module, ModuleList, near_names
 
 if TYPE_CHECKING:
     from .model import StandardizedTransformer
     from .trace import Tracer
 
-__all__ = ["dims", "expand", "expand_below", "is_pattern", "number", "read", "write"]
+__all__ = ["dims", "expand", "expand_below", "is_pattern", "number", "reaches", "read", "write"]
 
 _INDEX = re.compile(r"-?\d+")
 _RANGE = re.compile(r"(-?\d+)?:(-?\d+)?")
@@ -88,7 +88,9 @@ def dims(model: StandardizedTransformer, site: str) -> tuple[str, ...]:
             if other.batch_axis == place.batch_axis:  # a native row of all prompts has no name
                 axes = tuple(value.dims.split())
                 return axes[1:] if other.images_axis and not place.images_axis else axes
-    raise InputError(f"the axes of {place.path} have no names: give a named value, see model.support()")
+    raise InputError(
+        f"the axes of {place.path} have no names: give a named value, see model.support(), or an axis by its number"
+    )
 
 
 def read(root: StandardizedTransformer | Tracer, site: str) -> Any:
@@ -100,6 +102,17 @@ def write(root: StandardizedTransformer | Tracer, site: str, value: Any) -> None
     """Assign to one site of an open trace, as `model.layers[3].layer_output = value` does."""
     owner, _, name = site.rpartition(".")
     setattr(root.get(owner) if owner else root, name, value)
+
+
+def reaches(tracer: Tracer, site: str) -> bool:
+    """False where the forward of an open trace is known not to come by a site. Nothing is computed.
+
+    Raises `Unavailable` for what is never served, `OutOfOrderError` for what the forward has passed."""
+    try:
+        tracer._core.check_reachable(number(tracer._model, site))
+    except NotReachedError:
+        return False
+    return True
 
 
 def _modules(model: StandardizedTransformer) -> Iterable[Module]:

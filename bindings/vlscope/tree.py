@@ -505,12 +505,14 @@ def attention_row(
     chosen = _indices(slice(None) if heads is None else heads, self._model.num_heads, "head")
     if not chosen:
         raise IndexError(f"{self._site_path}.attention_row: heads is empty; give one or more")
-    running = self._open(site)._core
-    rows = _indices(query, running.count_queries(site), "query")
-    result: torch.Tensor = running.attention_rows(site, chosen, rows, scores)
+    tracer = self._open(site)
+    rows = _indices(query, tracer._core.count_queries(site), "query")
+    result: torch.Tensor = tracer._core.attention_rows(site, chosen, rows, scores)
     if isinstance(query, SupportsIndex):
         result = result.squeeze(2)
-    return result.squeeze(1) if isinstance(heads, SupportsIndex) else result
+    if isinstance(heads, SupportsIndex):
+        result = result.squeeze(1)
+    return tracer._named(result, f"{self._site_path}.attention_row")
 
 
 def state_after(self: Module, token: int) -> torch.Tensor:
@@ -530,10 +532,9 @@ def state_after(self: Module, token: int) -> torch.Tensor:
         IndexError: for a token that is not there.
     """
     site = _value_site(self, "state")
-    running = self._open(site)._core
-    (place,) = _indices(operator.index(token), running.count_tokens(site), "token")
-    result: torch.Tensor = running.state_after(site, place)
-    return result
+    tracer = self._open(site)
+    (place,) = _indices(operator.index(token), tracer._core.count_tokens(site), "token")
+    return tracer._named(tracer._core.state_after(site, place), f"{self._site_path}.state_after")
 
 
 def set_state_after(self: Module, token: int, value: torch.Tensor) -> None:

@@ -1,15 +1,26 @@
 #include "models/text/decoder.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/clone.h>
 
 #include <cmath>
 #include <utility>
 
+#include "core/device.h"
 #include "core/ops/precision.h"
 #include "core/ops/rotary.h"
+#include "core/ops/torch_ops.h"
 
 namespace vlscope {
+namespace {
+
+/// The first `past` positions of `held`, the same in every row of the batch, and behind them `x`.
+at::Tensor behind(const at::Tensor& held, const at::Tensor& x, std::int64_t past) {
+  return at::cat({held.narrow(2, 0, past).expand({x.size(0), -1, -1, -1}), x}, 2);
+}
+
+}  // namespace
 
 TextRotary::TextRotary(Module* parent, std::string name, const TextConfig& config)
     : Module(parent, std::move(name), kinds::text_rotary),
@@ -20,8 +31,9 @@ Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor 
                                          TextContext context) const {
   co_await trace.at(input, x, positions);
   const auto mrope = rope_.mrope_interleaved ? ops::interleaved_mrope : ops::sectioned_mrope;
-  std::tie(context.cos, context.sin) = mrope(positions, inverse_frequencies_.to(positions.device()),
-                                             rope_.mrope_section, x.scalar_type());
+  std::tie(context.cos, context.sin) =
+      mrope(positions, on_device(inverse_frequencies_, positions.device()), rope_.mrope_section,
+            x.scalar_type());
   co_await trace.at(output, context.cos, context.sin);
   co_return context;
 }
@@ -74,7 +86,12 @@ Flow<TextAttention::Heads> TextAttention::place(Trace& trace, Heads heads,
   heads.q = ops::rotate(heads.q.transpose(1, 2), cos, sin);
   heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
   heads.v = heads.v.transpose(1, 2);
-  if (context.past > 0) join_past(heads, context, trace.wants(queries));
+  if (context.before) {
+    heads.k = behind(context.before->keys(), heads.k, context.past);
+    heads.v = behind(context.before->values(), heads.v, context.past);
+  } else if (context.past > 0) {
+    join_past(heads, context, trace.wants(queries));
+  }
   at::Tensor mask = context.mask;
   const bool edited = co_await trace.at(queries, heads.q, heads.k, heads.v, mask);
   if (context.cache && (context.past == 0 || edited)) context.cache->replace(heads.k, heads.v);
@@ -154,9 +171,12 @@ Flow<at::Tensor> GatedMlp::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) {
     at::Tensor gate = co_await gate_proj(trace, x);
-    gate = co_await act_fn(trace, std::move(gate));
+    // One kernel computes activation and product, unless the reader stops in between.
+    const bool fused = x.is_cuda() && trace.passes(act_fn);
+    if (!fused) gate = co_await act_fn(trace, std::move(gate));
     x = co_await up_proj(trace, std::move(x));
-    x = std::exchange(gate, {}) * x;
+    x = fused ? ops::swiglu(gate, x) : gate * x;
+    gate = at::Tensor();
     x = co_await down_proj(trace, std::move(x));
   }
   co_await trace.at(output, x);

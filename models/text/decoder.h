@@ -20,6 +20,7 @@ struct TextContext {
   at::Tensor cos, sin;          ///< `[batch, seq, rotated dimensions of a head]`
   std::int64_t past = 0;        ///< Positions before the first of this forward.
   BlockCache* cache = nullptr;  ///< What they left; nullptr if nothing is to be remembered.
+  const BlockCache* before = nullptr;  ///< What they left of a prompt whose tail this is.
 };
 
 /// The M-RoPE tables, interleaved or by sections as the config says.
@@ -124,6 +125,8 @@ class TextBlock : public Module {
  public:
   using Module::Module;
   virtual Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const = 0;
+  /// Where the block's weights are.
+  virtual at::Device device() const = 0;
 };
 
 /// h = x + mixer(input_layernorm(x));  out = h + mlp(post_attention_layernorm(h)). The mixer is the
@@ -153,6 +156,7 @@ class TextLayer : public TextBlock {
     co_await trace.at(output, x);
     co_return x;
   }
+  at::Device device() const override { return input_layernorm.device(); }
 
   Mixer mixer;
   Mlp mlp;

@@ -47,6 +47,8 @@ class TextModel : public Module {
     std::vector<at::Tensor> deepstack;
     Replay replay = {};
     KeyValueCache* cache = nullptr;  ///< Of a generation
+    /// Holds the positions before those of a tail; the blocks look back at them and add nothing.
+    std::shared_ptr<KeyValueCache> before = nullptr;
   };
   TextModel(Module* parent, std::string name, const TextConfig& config, const TextParts& parts,
             bool eager);

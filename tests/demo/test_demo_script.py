@@ -60,12 +60,11 @@ def test_patching_the_image_rows_moves_the_answer_from_red_to_blue_and_back(mode
     assert red_lead[5] > 0  # too late: the last token has read it already
 
 
-def test_the_attention_over_the_image_is_the_share_of_each_cell(model):
-    attention = demo.attend(model, demo.picture(size=demo.SIZE))
-    assert attention.shape == (6, 3, 4)
-    share = attention.sum((1, 2))
-    assert (attention >= 0).all() and (share < 1).all()
-    assert share[2:5].min() > 0.5 > share[0]
+def test_the_last_token_attends_to_the_image_from_block_two_on(model):
+    figure = vlscope.plot.attention(model, demo.QUESTION, images=[demo.picture(size=demo.SIZE)])
+    share = [axes.images[1].get_array().sum() for axes in figure.axes if len(axes.images) == 2]
+    assert len(share) == 6 and max(share) < 1
+    assert min(share[2:5]) > 0.5 > share[0]
 
 
 @pytest.mark.parametrize("shape", ["square", "circle", "triangle"])

@@ -238,6 +238,13 @@ def test_the_state_after_a_token_is_that_of_the_states(model, text):
         assert torch.equal(row, states[:, t])
 
 
+def test_a_saved_state_goes_by_the_name_of_its_method(model, text):
+    k = recurrent(model)[0]
+    with model.trace(**text) as tracer:
+        state = model.layers[k].linear_attn.state_after(-1).save()
+    assert list(tracer.saved) == [f"layers.{k}.linear_attn.state_after"] and [*tracer.saved.values()][0] is state
+
+
 def test_a_state_put_behind_a_token_is_read_by_it_and_gone_on_from(model):
     at, token, prompt = recurrent(model)[0], 70, long(model)
     site = f"layers.{at}.linear_attn"

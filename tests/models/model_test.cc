@@ -207,6 +207,19 @@ TEST(CheckedInputs, NameWhatDisagreesInAVideo) {
               HasSubstr("pixel_values_videos has 7 patches, video_grid_thw counts 8"));
 }
 
+TEST(CheckedInputs, RefuseGridsWhosePatchesCountToNoneIn64Bits) {
+  // 16 of 2^60 patches: added without care, they are as many as no pixels have.
+  const std::int64_t side = 1 << 20;
+  const Grids grids(16, {side, side, side});
+  Inputs inputs = prompt({1, 2});
+  std::vector<std::int64_t> flat;
+  for (const auto& grid : grids) flat.insert(flat.end(), grid.begin(), grid.end());
+  inputs.video_grid_thw = longs(flat).view({-1, 3});
+  inputs.pixel_values_videos = at::zeros({0, 3 * 2 * 16 * 16});
+  EXPECT_THAT(refusal(inputs),
+              HasSubstr("has 0 patches, video_grid_thw counts 9223372036854775807"));
+}
+
 TEST(VisionLayout, PatchesLieInMergeBlockOrder) {
   const VisionLayout layout = vision_layout({{1, 4, 6}}, 2);
   std::vector<std::int64_t> raster;
