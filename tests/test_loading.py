@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import vlscope
-from checkpoints import configure, store
+from checkpoint_folders import configure, store
 from vlscope import ConfigError
 
 

@@ -8,7 +8,7 @@ import torch
 
 import tiny
 import vlscope
-from checkpoints import configure
+from checkpoint_folders import configure
 
 
 @pytest.fixture(scope="module")

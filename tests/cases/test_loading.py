@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import vlscope
-from checkpoints import configure, old, shard, store, to_v4
+from checkpoint_folders import configure, old, shard, store, to_v4
 from vlscope import CheckpointError, CheckpointNotFound, ConfigError, InputError, UnsupportedFamily
 
 QUERIES = "model.language_model.layers.0.self_attn.q_proj.weight"
