@@ -4,7 +4,7 @@
 readonly DEBIAN_CLANG=(clang-14 clang-tidy-14 libclang-rt-14-dev)
 readonly SANITIZERS=(asan ubsan tsan)
 readonly FUZZERS=(header index config grid)
-readonly FUZZED=.venv/fuzz # what the fuzzers found, between runs
+readonly FUZZED=.fuzz # what the fuzzers found, between runs
 
 # Runs one fuzzer for a number of seconds, on the inputs that the tree keeps and those of earlier runs.
 fuzz_one() {
