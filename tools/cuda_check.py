@@ -217,7 +217,7 @@ def check_promises(report: Report, device: str) -> None:
     """Reading changes no bit, and does not wait for the device."""
     model = on(device)
     inputs = model.encode(demo_messages(), **demo_inputs())
-    plain = model(inputs).clone()
+    plain = model(inputs).logits
     with model.trace(inputs):
         for block in model.vision.layers:
             _ = block.self_attn.image_attention_probabilities
