@@ -137,7 +137,12 @@ def check_operators(report: Report, device: str) -> None:
     """Every operator on the device against the same in float32 on the CPU."""
     for dtype in DTYPES:
         for case in (*attention_cases(dtype), *row_cases(dtype)):
-            off = difference(case.run(device, dtype), case.run("cpu", torch.float32))
+            # A key that is hidden has the least score that the dtype has, or less.
+            found, expected = (
+                case.run(*where).float().clamp(min=torch.finfo(dtype).min)
+                for where in ((device, dtype), ("cpu", torch.float32))
+            )
+            off = difference(found, expected)
             # Scores and gated products grow with their terms; their roundings do so, too.
             report.check(f"{case.name}, {dtype}", off, 4 * TOLERANCE[dtype])
 
@@ -217,7 +222,7 @@ def check_promises(report: Report, device: str) -> None:
     """Reading changes no bit, and does not wait for the device."""
     model = on(device)
     inputs = model.encode(demo_messages(), **demo_inputs())
-    plain = model(inputs).clone()
+    plain = model(inputs).logits
     with model.trace(inputs):
         for block in model.vision.layers:
             _ = block.self_attn.image_attention_probabilities

@@ -46,7 +46,8 @@ def check_device(device: str | torch.device) -> torch.device:
 def parts_of(core: Any, dtype: torch.dtype | None) -> list[Part]:
     """The parts of a model that is not loaded yet, in the order in which a forward comes by them.
 
-    `dtype` is what the weights will be; None for what config.json says. A tied head takes no bytes.
+    `dtype` is what the weights will be; None for what config.json says. A tied head is no part of its own:
+    it is the embedding.
     """
     entries = core.modules()
     paths = {entry["site_path"]: entry["path"] for entry in entries}
@@ -56,14 +57,13 @@ def parts_of(core: Any, dtype: torch.dtype | None) -> list[Part]:
         for index, entry in enumerate(entries)
     }
     total = sum(weight.numel() for held in weights.values() for weight in held)
-    if total > core.count_weights()[1]:  # which does not count a weight that is tied to another
-        weights[paths["lm_head"]] = []
+    tied = total > core.count_weights()[1]  # which does not count a weight that is another's
 
     def nbytes(path: str) -> int:
         below = (held for of, held in weights.items() if f"{of}.".startswith(f"{path}."))
         return sum(weight.numel() * (dtype or weight.dtype).itemsize for held in below for weight in held)
 
-    names = ("vision", "embed_tokens", *blocks, "norm", "lm_head")
+    names = ["vision", "embed_tokens", *blocks, "norm", *([] if tied else ["lm_head"])]
     return [Part(name, paths[name], nbytes(paths[name])) for name in names]
 
 
@@ -88,7 +88,10 @@ def placed(parts: Sequence[Part], device_map: str | Mapping[str, str | torch.dev
         device = torch.device(given) if str(given) == "meta" else check_device(given)
         matched = _matches(key, names)
         if not matched:
-            raise InputError(f"device_map has {key!r}, which is no part of this model: its parts are {_listed(names)}")
+            raise InputError(
+                f"device_map has {key!r}, which is no part of this model: its parts are {_listed(names)}"
+                f"{'' if 'lm_head' in names else ' (its head is tied to embed_tokens)'}"
+            )
         found.update(dict.fromkeys(matched, device))
     missing = [name for name in names if name not in found]
     if missing:

@@ -118,8 +118,10 @@ struct Rotate {
     arguments::check_rotary(x, cos, sin);
     return composed::rotate(x, cos, sin);
   }
-  static at::Tensor meta(const at::Tensor& x, const at::Tensor&, const at::Tensor&) {
-    return at::empty_like(x);
+  static at::Tensor meta(const at::Tensor& x, const at::Tensor& cos, const at::Tensor&) {
+    // Where only a part is turned, the parts are put together anew.
+    const bool whole = cos.sym_size(-1) == x.sym_size(-1);
+    return at::empty_like(x, whole ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
   }
 };
 

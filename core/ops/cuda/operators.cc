@@ -181,7 +181,9 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& 
       "cos and sin must be float32 or of the dtype of x.");
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor rows = with_adjacent_elements(x);
-  RotaryOperands in{rows, cos, sin, at::empty_like(rows)};
+  const auto format = cos.size(-1) == x.size(-1) ? at::MemoryFormat::Preserve  // As composed.
+                                                 : at::MemoryFormat::Contiguous;
+  RotaryOperands in{rows, cos, sin, at::empty_like(rows, format)};
   if (rows.numel() > 0) launch(x.scalar_type(), problem_of(in));
   return in.out;
 }
