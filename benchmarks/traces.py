@@ -30,6 +30,8 @@ WORKS = {
     "layer_sweep": "layer sweep, last logits",
     "position_sweep": "layer x position sweep",
 }
+TOLERANCE = 1e-4
+TOLERANCES = {"position_sweep": 1e-5}  # whose faster mode promises as much
 #: Works whose logits an edit must have moved.
 EDITS = ("zeroed", "layer_sweep")
 #: Patches along a side of the image, positions of the layer x position sweep.
@@ -64,7 +66,7 @@ def check(works: Works) -> None:
     for work, engines in works.items():
         wanted = plain.get(work) or engines["hooks"].deliver()
         for name, engine in engines.items():
-            _compare(f"{name}: {WORKS[work]}", engine.deliver(), wanted)
+            _compare(f"{name}: {WORKS[work]}", engine.deliver(), wanted, TOLERANCES.get(work, TOLERANCE))
     for work in EDITS:
         for name, engine in works[work].items():
             before = plain["nothing" if work == "zeroed" else "last_logits"][0]
@@ -72,7 +74,7 @@ def check(works: Works) -> None:
                 raise WrongResult(f"{name}: {WORKS[work]}: an edit did not move the logits")
 
 
-def _compare(what: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+def _compare(what: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> None:
     """Equal numbers; engines differ in the axes of size 1 that they keep."""
     if len(found) != len(wanted):
         raise WrongResult(f"{what}: {len(found)} tensors were delivered, not {len(wanted)}")
@@ -80,7 +82,7 @@ def _compare(what: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Te
         if a.numel() != b.numel():
             raise WrongResult(f"{what}: a tensor of {list(a.shape)} was delivered, not {list(b.shape)}")
         error = (a.double().flatten() - b.double().flatten()).abs().max().item()
-        if not error <= 1e-4 * max(1.0, b.abs().max().item()):
+        if not error <= tolerance * max(1.0, b.abs().max().item()):
             raise WrongResult(f"{what}: off by {error:.1e}")
 
 
