@@ -18,10 +18,11 @@ import torch
 from ..errors import CollectionError, InputError, VlscopeError
 from . import forward
 from .dataset import Sample, Shard, Source, arguments, chain, open_source
-from .files import check_size, exclusive, sync_folder
+from .files import exclusive
 from .identity import model_identity
-from .manifest import Manifest, SiteRows, differences, part_path, path_of, versions
+from .manifest import Manifest
 from .preflight import Preflight, amount
+from .resume import open_manifest
 from .rows import Selection, Site, check_rows, describe_rows, resolve
 from .writer import Draft, PartWriter
 
@@ -179,7 +180,7 @@ def collect_shard(model: StandardizedTransformer, dataset: Any, out: Path, shard
     config = _config(model, source, sites, shard, options)
     out.mkdir(parents=True, exist_ok=True)
     with exclusive(out / f".{shard}.lock", f"{shard} of {out}"):
-        manifest = _opened(out, shard, config, sites)
+        manifest = open_manifest(out, shard, config, sites)
         _Run(model, source, out, manifest, sites, options).run()
     return Collected.of(out, manifest)
 
@@ -199,89 +200,55 @@ def _config(
     return json.loads(json.dumps(config))
 
 
-def _opened(out: Path, shard: Shard, config: Mapping[str, Any], sites: Sequence[Site]) -> Manifest:
-    """The manifest to go on with, with only what it names beside it; a new one in a new folder."""
-    own = path_of(out, shard)
-    there = next(iter([path for path in (own, *sorted(out.glob("shard-*-of-*.json"))) if path.exists()]), None)
-    if there is not None:
-        manifest = Manifest.load(there)
-        if lines := differences(config, manifest.config):
-            raise CollectionError(
-                f"{there} is of another collection: {'; '.join(lines)}. Give another folder, or ask for the same."
-            )
-    if there != own:
-        manifest = Manifest(shard, config, {site.name: SiteRows(site.axes[site.axis], site.row_axes) for site in sites})
-    if versions() not in manifest.versions:
-        manifest.versions.append(versions())
-    kept = {
-        part_path(out, site, shard, part.name): size for part in manifest.parts for site, size in part.bytes.items()
-    }
-    for path, size in kept.items():
-        check_size(path, size)
-    for site in sites:
-        folder = out / site.name / str(shard)
-        if there != own and folder.exists() and any(folder.iterdir()):
-            raise CollectionError(f"{folder} holds files, and no manifest says of what: give another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.iterdir():  # of a run that ended before its manifest named them
-            if path not in kept:
-                path.unlink()
-        sync_folder(folder.parent)
-    manifest.save(out)
-    return manifest
-
-
+@dataclasses.dataclass
 class _Run:
     """The loop over the samples of a shard."""
 
-    def __init__(
-        self,
-        model: StandardizedTransformer,
-        source: Source,
-        out: Path,
-        manifest: Manifest,
-        sites: Sequence[Site],
-        options: Options,
-    ) -> None:
-        self._model, self._source, self._out, self._manifest = model, source, out, manifest
-        self._sites, self._options = sites, options
-        self._draft = Draft(manifest.digest)
-        self._opened = time.monotonic()
-        self._through, self._rows = manifest.done, 0
+    model: StandardizedTransformer
+    source: Source
+    out: Path
+    manifest: Manifest
+    sites: Sequence[Site]
+    options: Options
+
+    def __post_init__(self) -> None:
+        self.draft = Draft(self.manifest.digest)
+        self.draft_since = time.monotonic()
+        self.through, self.rows = self.manifest.done, 0
 
     def run(self) -> None:
         samples = self._left()
         first: list[Sample] = []
-        if self._options.progress:
+        if self.options.progress:
             # What has no indices may fail as it is read on: then nothing is to be lost that came before.
-            first = list(itertools.islice(samples, _PREFLIGHT if self._source.count is not None else 1))
+            first = list(itertools.islice(samples, _PREFLIGHT if self.source.count is not None else 1))
         if first:
             print(self._preflight(first), file=sys.stderr)
         failure = None
-        with PartWriter(self._out, self._manifest) as writer, self._bar() as bar:
+        with PartWriter(self.out, self.manifest) as writer, self._bar() as bar:
             try:
                 for batch in self._batches(itertools.chain(first, samples)):
                     self._take(batch)
-                    bar.show(self._through, self._rows)
+                    bar.show(self.through, self.rows)
                     self._close_part(writer)
-                self._draft.total = self._source.count
+                self.draft.total = self.source.count
             except Exception as error:
                 failure = error
-            writer.put(self._draft)  # of whole samples, also after a failure
+            writer.put(self.draft)  # of whole samples, also after a failure
         if failure is not None:
             raise failure from failure.__cause__
 
     def _left(self) -> Iterator[Sample]:
         """The samples that are still to be done, once those that are done were seen to be the same."""
-        samples = self._source.samples(self._manifest.shard)
-        skipped = {entry["sample"] for entry in self._manifest.skipped}
+        samples = self.source.samples(self.manifest.shard)
+        skipped = {entry["sample"] for entry in self.manifest.skipped}
         digest, count = Manifest.digest, 0
-        for sample in itertools.islice(samples, self._manifest.done):
+        for sample in itertools.islice(samples, self.manifest.done):
             digest = chain(digest, sample, sample.index in skipped)
             count += 1
-        if digest != self._manifest.digest:
+        if digest != self.manifest.digest:
             raise CollectionError(
-                f"{self._out} holds {self._manifest.done} samples of {self._manifest.shard}, and those of this dataset "
+                f"{self.out} holds {self.manifest.done} samples of {self.manifest.shard}, and those of this dataset "
                 f"({count} so far) are not the same. Give the dataset that it was begun with, or another folder."
             )
         return samples
@@ -291,7 +258,7 @@ class _Run:
         batch: list[tuple[Sample, forward.Encoding]] = []
         for sample in samples:
             try:
-                encoding = forward.encode(self._model, arguments(sample.load()))
+                encoding = forward.encode(self.model, arguments(sample.load()))
             except Exception as error:  # whatever a dataset or a decoder raises
                 yield batch
                 batch = []
@@ -299,7 +266,7 @@ class _Run:
                 yield batch
                 continue
             batch.append((sample, encoding))
-            if len(batch) == self._options.batch_size:
+            if len(batch) == self.options.batch_size:
                 yield batch
                 batch = []
         yield batch
@@ -313,7 +280,7 @@ class _Run:
         indices = [sample.index for sample in samples]
         try:
             found = forward.run(
-                self._model, forward.join(encodings), indices, self._sites, self._options.rows, self._options.dtype
+                self.model, forward.join(encodings), indices, self.sites, self.options.rows, self.options.dtype
             )
         except VlscopeError as error:
             if len(batch) == 1:
@@ -323,54 +290,54 @@ class _Run:
                     self._take([one])
             return
         for site, (index, rows) in found.items():
-            self._draft.add(site, index, rows)
-            self._rows += len(rows)
-        self._draft.samples += indices
+            self.draft.add(site, index, rows)
+            self.rows += len(rows)
+        self.draft.samples += indices
         for sample in samples:
             self._count(sample, skipped=False)
 
     def _fail(self, sample: Sample, error: Exception) -> None:
-        if self._options.on_error == "stop":
+        if self.options.on_error == "stop":
             raise CollectionError(
                 f"sample {sample.index}: {error}. The samples before it are stored; mend it and run the same again, or "
                 'pass over such samples with on_error="skip".'
             ) from error
-        self._draft.skipped.append({"sample": sample.index, "error": f"{type(error).__name__}: {error}"})
+        self.draft.skipped.append({"sample": sample.index, "error": f"{type(error).__name__}: {error}"})
         self._count(sample, skipped=True)
 
     def _count(self, sample: Sample, skipped: bool) -> None:
-        self._draft.digest = chain(self._draft.digest, sample, skipped)
-        self._through += 1
+        self.draft.digest = chain(self.draft.digest, sample, skipped)
+        self.through += 1
 
     def _close_part(self, writer: PartWriter) -> None:
-        late = time.monotonic() - self._opened > PART_SECONDS
-        if self._draft.nbytes >= self._options.part_bytes or (late and self._draft.samples):
-            writer.put(self._draft)
-            self._draft = Draft(self._draft.digest)
-            self._opened = time.monotonic()
+        late = time.monotonic() - self.draft_since > PART_SECONDS
+        if self.draft.nbytes >= self.options.part_bytes or (late and self.draft.samples):
+            writer.put(self.draft)
+            self.draft = Draft(self.draft.digest)
+            self.draft_since = time.monotonic()
 
     # --- what is told ---
 
     def _own(self) -> int | None:
         """Samples of the shard, if that is known."""
-        return None if self._source.count is None else self._manifest.shard.samples(self._source.count)
+        return None if self.source.count is None else self.manifest.shard.samples(self.source.count)
 
     def _bar(self) -> _Bar:
-        return _Bar(self._own(), self._manifest.done, self._options.progress)
+        return _Bar(self._own(), self.manifest.done, self.options.progress)
 
     def _preflight(self, samples: Sequence[Sample]) -> str:
         """The size on disk, from a few samples."""
-        size = Preflight(self._model, self._sites, self._options.rows, self._options.dtype).of(samples)
+        size = Preflight(self.model, self.sites, self.options.rows, self.options.dtype).of(samples)
         if size is None:
-            return f"{self._out}: the first {len(samples)} samples cannot be read; the size is not known"
+            return f"{self.out}: the first {len(samples)} samples cannot be read; the size is not known"
         rows, nbytes = size
         own = self._own()
-        free = amount(shutil.disk_usage(self._out).free)
+        free = amount(shutil.disk_usage(self.out).free)
         if own is None:
-            return f"{self._out}: about {rows:,.0f} rows and {amount(nbytes)} a sample; {free} are free"
-        left = own - self._manifest.done
+            return f"{self.out}: about {rows:,.0f} rows and {amount(nbytes)} a sample; {free} are free"
+        left = own - self.manifest.done
         return (
-            f"{self._out}: {left:,} of {own:,} samples to do, about {rows * left:,.0f} rows and "
+            f"{self.out}: {left:,} of {own:,} samples to do, about {rows * left:,.0f} rows and "
             f"{amount(nbytes * left)}; {free} are free"
         )
 
