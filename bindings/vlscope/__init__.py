@@ -15,6 +15,7 @@ from typing import Any
 import torch as _torch  # noqa: F401  (its libraries have to be loaded before the extension)
 
 from . import layouts, sites
+from .calculator import Shapes, shapes
 from .edits import Edit
 from .errors import (
     CheckpointError,
@@ -58,6 +59,7 @@ __all__ = [
     "Sampling",
     "Saved",
     "Session",
+    "Shapes",
     "StandardizedTransformer",
     "Tensors",
     "Tracer",
@@ -69,6 +71,7 @@ __all__ = [
     "layouts",
     "load",
     "save",
+    "shapes",
     "sites",
     "weight_counts",
 ]
