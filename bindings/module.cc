@@ -1,9 +1,12 @@
 // The extension module `vlscope._core`: one register_* for each part of the engine.
 #include <c10/util/Exception.h>
+#include <fmt/format.h>
 #include <pybind11/pybind11.h>
 
 #include <exception>
+#include <new>
 #include <string>
+#include <utility>
 
 #include "bindings/register.h"
 #include "core/errors.h"
@@ -17,6 +20,16 @@ namespace {
 void raise(const char* name, const std::exception& error) {
   const py::object type = py::module_::import("vlscope.errors").attr(name);
   PyErr_SetString(type.ptr(), error.what());
+}
+
+void raise_out_of_memory(const std::string& what) {
+  const std::string text = fmt::format(
+      "memory ran out: {}. The trace has ended, the model works on. Read or save fewer values, or "
+      "give a shorter prompt; vlscope.estimate(model, prompt, sites) tells how many bytes values "
+      "take.",
+      what);
+  const py::object type = py::module_::import("vlscope.errors").attr("OutOfMemory");
+  PyErr_SetString(type.ptr(), text.c_str());
 }
 
 void translate(std::exception_ptr thrown) {
@@ -42,8 +55,43 @@ void translate(std::exception_ptr thrown) {
     raise("ConfigError", error);
   } catch (const Error& error) {
     raise("VlscopeError", error);
+  } catch (const std::bad_alloc&) {
+    raise_out_of_memory("the allocator gave no more");
   } catch (const c10::Error& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+    const std::string what = error.what_without_backtrace();
+    if (what.find("can't allocate memory") != std::string::npos ||
+        what.find("out of memory") != std::string::npos) {
+      return raise_out_of_memory(what);
+    }
+    PyErr_SetString(PyExc_RuntimeError, what.c_str());
+  }
+}
+
+PyObject* refuse_new(PyTypeObject* type, PyObject*, PyObject*) {
+  PyErr_Format(
+      PyExc_TypeError,
+      "%s objects belong to a loaded model and are made by it alone: call vlscope.load(path)",
+      type->tp_name);
+  return nullptr;
+}
+
+newfunc make_new = nullptr;  ///< What pybind11 makes an instance with, before its constructor.
+
+PyObject* new_with_arguments(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  const bool none = PyTuple_GET_SIZE(arguments) == 0 && (!keywords || PyDict_Size(keywords) == 0);
+  return (none ? refuse_new : make_new)(type, arguments, keywords);
+}
+
+/// Without a C++ object behind it an instance holds memory that nobody has initialised.
+void refuse_raw_instances(const py::module_& module) {
+  const auto replace_new = [&module](const char* name, newfunc replacement) {
+    auto* type = reinterpret_cast<PyTypeObject*>(module.attr(name).ptr());
+    make_new = std::exchange(type->tp_new, replacement);
+    PyType_Modified(type);
+  };
+  for (const char* name : {"Inputs", "Recording"}) replace_new(name, new_with_arguments);
+  for (const char* name : {"Trace", "Model", "Site", "Value", "Field", "Kind"}) {
+    replace_new(name, refuse_new);
   }
 }
 
@@ -68,4 +116,5 @@ PYBIND11_MODULE(_core, module) {
   vlscope::register_access(module);
   vlscope::register_model(module);
   vlscope::register_processing(module);
+  vlscope::refuse_raw_instances(module);
 }

@@ -31,6 +31,13 @@ void check_interrupt() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+/// Gives a tensor without a graph storage of its own, and parts it from what it was a view of: a
+/// view made while gradients may be recorded keeps its base alive, whatever its own storage.
+void own_storage(const at::Tensor& tensor) {
+  tensor.set_data(tensor.detach().clone());
+  tensor.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
+}
+
 /// A site under the name of the method that goes there.
 Site method_site(Site site, const char* method) {
   site.path = fmt::format("{}.{}", site.host->site_path(), method);
@@ -198,6 +205,8 @@ std::vector<const Site*> RunningTrace::elements(int index) {
 
 void register_trace(py::module_& module) {
   Trace::interrupt_check = check_interrupt;
+  module.def("own_storage", &own_storage, py::arg("tensor"),
+             "Part a tensor without a graph from the larger one that it views.");
 
   py::class_<RunningTrace>(module, "Trace", "One forward, advanced by its reader.")
       .def("read", &RunningTrace::read)

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <sstream>
+
 namespace vlscope {
 
 std::string shape_text(const at::Tensor& tensor) {
@@ -12,8 +14,12 @@ std::string shape_text(const at::Tensor& tensor) {
 std::string dtype_text(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
 std::string tensor_text(const at::Tensor& tensor) {
-  return fmt::format("{} {} on {}", shape_text(tensor), dtype_text(tensor.scalar_type()),
-                     tensor.device().str());
+  const std::string text = fmt::format("{} {} on {}", shape_text(tensor),
+                                       dtype_text(tensor.scalar_type()), tensor.device().str());
+  if (tensor.layout() == at::kStrided) return text;
+  std::ostringstream layout;
+  layout << tensor.layout();
+  return fmt::format("{}, {}", text, layout.str());
 }
 
 }  // namespace vlscope

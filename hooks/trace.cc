@@ -129,7 +129,7 @@ bool Trace::depart() {
     }
     notes_.push_back({served.tensor.unsafeGetTensorImpl()->version_counter(),
                       static_cast<std::uint32_t>(served.tensor._version()),
-                      storage_of(served.tensor), served.site});
+                      storage_of(served.tensor), served.site, step_});
   }
   served_.clear();
   changed_ |= changed;
@@ -371,6 +371,13 @@ void Trace::check_edits() {
     const std::uint32_t version = note.counter.current_version();
     if (version == note.version) continue;
     if (!stands_on(note.storage)) {
+      if (note.step != step_) {
+        throw LateEditError(fmt::format(
+            "{0} of step {1} was edited after the generation had moved on to step {2}, {3}: "
+            "the tokens in between were chosen with the old value. Edit {0} within its step, "
+            "before reading anything behind it.",
+            note.site->path, note.step, step_, position()));
+      }
       throw LateEditError(
           fmt::format("{0} was edited after the forward had moved on to {1}: part of the model has "
                       "already used "
@@ -382,6 +389,7 @@ void Trace::check_edits() {
 }
 
 void Trace::inherit(Trace& earlier) {
+  step_ = earlier.step_ + 1;
   notes_ = std::move(earlier.notes_);
   records_ = std::move(earlier.records_);
   std::erase_if(records_, [](const Record& record) { return record.tensor.expired(); });
@@ -397,7 +405,9 @@ const Site* Trace::site_of(const at::Tensor& tensor) const {
 std::string Trace::position() const {
   if (!served_.empty()) return served_.back().site->path;
   if (standing_) return standing_->path();
-  if (flow_.done() || target_ == kEnd) return "its end";
+  if (flow_.done() || target_ == kEnd) {
+    return step_ > 0 ? fmt::format("the end of step {} of its generation", step_) : "its end";
+  }
   return "its start";
 }
 

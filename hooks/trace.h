@@ -186,6 +186,7 @@ class Trace {
     std::uint32_t version;
     const void* storage;
     const Site* site;
+    int step;  ///< Of the generation, in which it was served.
   };
   struct Record {
     c10::weak_intrusive_ptr<c10::TensorImpl> tensor;
@@ -216,6 +217,7 @@ class Trace {
   Flow<at::Tensor> flow_;
   std::coroutine_handle<> waiting_;  ///< The innermost suspended call.
 
+  int step_ = 0;    ///< Of the generation that this run is part of; 0 without one.
   int target_ = 0;  ///< Order of the location to stop at.
   int demand_ = 0;  ///< Slot that the reader wants there.
   const Location* standing_ = nullptr;

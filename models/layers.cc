@@ -58,7 +58,7 @@ Embedding::Embedding(Module* parent, std::string name, std::int64_t rows, std::i
 }
 
 at::Tensor Embedding::apply(const at::Tensor& indices) const {
-  // torch's own rule for shapes alone is written in Python, and may not be there.
+  // torch's own rules for shapes alone are written in Python: slow, and may not be there.
   if (weight_.is_meta()) return weight_.index({indices});
   return at::embedding(weight_, indices);
 }
@@ -75,6 +75,7 @@ RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double ep
 }
 
 at::Tensor RmsNorm::apply(const at::Tensor& x) const {
+  if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
   return weight_ * normalised(x, eps_).to(x.scalar_type());
 }
 
@@ -85,6 +86,7 @@ ZeroCenteredRmsNorm::ZeroCenteredRmsNorm(Module* parent, std::string name, std::
 }
 
 at::Tensor ZeroCenteredRmsNorm::apply(const at::Tensor& x) const {
+  if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
   const at::Tensor y = normalised(x, eps_);
   return (y * (1.0 + weight_.to(y.scalar_type()))).to(x.scalar_type());
 }

@@ -2,17 +2,18 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/tensor.h>
+#include <ATen/ops/zero.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <map>
+#include <unordered_map>
 #include <utility>
 
 #include "core/errors.h"
 #include "core/logging.h"
 #include "core/text.h"
+#include "models/least.h"
 #include "models/qwen2_5_vl.h"
 #include "models/qwen2_vl.h"
 #include "models/qwen3_5.h"
@@ -38,28 +39,16 @@ const std::map<std::string, Builder>& families() {
   return families;
 }
 
-/// An id that stands for no image and no video.
-std::int64_t text_token(const Config& config) {
-  std::int64_t id = 0;
-  while (id == config.image_token_id || id == config.video_token_id) ++id;
-  return id;
-}
-
-/// One text token, and behind it one image of one merge block if asked for.
-Inputs least_inputs(const Config& config, bool with_image) {
-  Inputs inputs;
-  std::vector<std::int64_t> ids{text_token(config)};
-  if (with_image) {
-    const VisionConfig& vision = config.vision;
-    const std::int64_t side = vision.spatial_merge_size;
-    ids.push_back(config.image_token_id);
-    inputs.image_grid_thw = at::tensor(std::vector<std::int64_t>{1, side, side}).unsqueeze(0);
-    inputs.pixel_values = at::empty({side * side, vision.in_channels * vision.temporal_patch_size *
-                                                      vision.patch_size * vision.patch_size},
-                                    at::TensorOptions(at::kMeta).dtype(at::kFloat));
+/// Each location of a tree, and the one in the same place of another tree of the same config.
+std::unordered_map<const Location*, const Location*> counterparts(const Tree& tree,
+                                                                  const Tree& other) {
+  std::unordered_map<const Location*, const Location*> found;
+  for (std::size_t i = 0; i < tree.modules().size(); ++i) {
+    const auto& from = tree.modules()[i]->locations();
+    const auto& to = other.modules()[i]->locations();
+    for (std::size_t j = 0; j < from.size(); ++j) found.emplace(from[j], to[j]);
   }
-  inputs.input_ids = at::tensor(ids).unsqueeze(0);
-  return inputs;
+  return found;
 }
 
 }  // namespace
@@ -76,7 +65,10 @@ std::shared_ptr<Model> Model::build(const Config& config, Attention attention, b
     throw UnsupportedFamily(fmt::format("model_type \"{}\" is not served; these are: {}.",
                                         config.model_type, fmt::join(family_names(), ", ")));
   }
-  std::shared_ptr<Model> model(new Model(family->second(config, attention), attention));
+  const auto dtype = config.dtype.value_or(at::kFloat);
+  std::shared_ptr<Model> model(
+      new Model(family->second(config, attention), attention, at::device(at::kMeta).dtype(dtype)));
+  model->number();
   if (text_only) {
     model->text_only_ = true;
     model->tree_->forbid_visual(
@@ -86,28 +78,33 @@ std::shared_ptr<Model> Model::build(const Config& config, Attention attention, b
   return model;
 }
 
-Model::Model(std::unique_ptr<CausalLM> root, Attention attention)
+Model::Model(std::unique_ptr<CausalLM> root, Attention attention, const at::TensorOptions& weights)
     : root_(std::move(root)), tree_(std::make_shared<Tree>(*root_)), attention_(attention) {
-  const auto options = at::TensorOptions(at::kMeta).dtype(config().dtype.value_or(at::kFloat));
   for (const Module* module : tree_->modules()) {
     for (const Parameter& parameter : module->parameters()) {
-      *parameter.tensor = at::empty(parameter.shape, options);
+      *parameter.tensor = at::empty(parameter.shape, weights);
       weights_.push_back(parameter.tensor);
     }
   }
-  number();
+}
+
+Model Model::like(const Config& config, const at::TensorOptions& weights) const {
+  return Model(families().at(config.model_type)(config, attention_), attention_, weights);
 }
 
 void Model::number() {
-  std::vector<const Location*> on_text, on_image;
-  const auto collect = [](std::vector<const Location*>& visited) {
-    return [&visited](const Location& location, at::Tensor* const*, std::size_t) {
-      visited.push_back(&location);
-    };
+  const Model least = like(least_config(config()), at::kFloat);
+  for (at::Tensor* weight : least.weights_) weight->zero_();
+  const auto own = counterparts(*least.tree_, *tree_);
+  const auto visited = [&](bool with_image) {
+    std::vector<const Location*> order;
+    least.list(least_inputs(least.config(), with_image),
+               [&](const Location& location, at::Tensor* const*, std::size_t) {
+                 order.push_back(own.at(&location));
+               });
+    return order;
   };
-  list(least_inputs(config(), false), collect(on_text));
-  list(least_inputs(config(), true), collect(on_image));
-  tree_->number(on_text, on_image);
+  tree_->number(visited(false), visited(true));
 }
 
 void Model::list(Inputs inputs, const Trace::Visitor& visitor) const {
@@ -233,20 +230,23 @@ at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
 }
 
 std::vector<ScannedValue> Model::scan(Inputs inputs) const {
-  const std::shared_ptr<Model> shadow = build(config(), attention_, text_only_);
+  // Another tree, whose weights are shapes alone whatever this one holds. It needs no numbers: what
+  // it visits is known here by its place.
+  const Model shadow =
+      like(config(), at::device(at::kMeta).dtype(config().dtype.value_or(at::kFloat)));
+  const auto own = counterparts(*shadow.tree_, *tree_);
   std::vector<ScannedValue> values;
   for (at::Tensor* pixels : {&inputs.pixel_values, &inputs.pixel_values_videos}) {
     if (pixels->defined()) *pixels = pixels->to(at::kMeta);
   }
-  shadow->list(
-      std::move(inputs), [&](const Location& location, at::Tensor* const* live, std::size_t count) {
-        const Location* own = tree_->order()[location.order()];
-        for (std::size_t slot = 0; slot < count; ++slot) {
-          if (!live[slot]->defined()) continue;
-          values.push_back(
-              {own, static_cast<int>(slot), live[slot]->sizes().vec(), live[slot]->scalar_type()});
-        }
-      });
+  shadow.list(std::move(inputs),
+              [&](const Location& location, at::Tensor* const* live, std::size_t count) {
+                for (std::size_t slot = 0; slot < count; ++slot) {
+                  if (!live[slot]->defined()) continue;
+                  values.push_back({own.at(&location), static_cast<int>(slot),
+                                    live[slot]->sizes().vec(), live[slot]->scalar_type()});
+                }
+              });
   return values;
 }
 

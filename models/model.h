@@ -61,7 +61,9 @@ class Model : public std::enable_shared_from_this<Model> {
   std::vector<ScannedValue> scan(Inputs inputs) const;
 
  private:
-  Model(std::unique_ptr<CausalLM> root, Attention attention);
+  Model(std::unique_ptr<CausalLM> root, Attention attention, const at::TensorOptions& weights);
+  /// Another tree of this family, not numbered, with weights that hold nothing yet.
+  Model like(const Config& config, const at::TensorOptions& weights) const;
   void number();
   Flow<at::Tensor> run(Trace& trace, Inputs inputs);
   void list(Inputs inputs, const Trace::Visitor& visitor) const;

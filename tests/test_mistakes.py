@@ -170,3 +170,13 @@ def test_a_module_cannot_be_assigned_and_is_not_suggested(model):
     with pytest.raises(AttributeError, match=r"layers cannot be assigned") as caught:
         model.layers = 3
     assert "Did you mean" not in str(caught.value)
+
+
+def test_a_row_of_attention_is_asked_for_by_integers(model, image):
+    with model.trace(**image), pytest.raises(TypeError, match=r"query 1\.5: give an integer"):
+        model.layers[0].self_attn.attention_row(1.5)
+
+
+def test_a_column_of_a_sweep_that_selects_nothing_is_refused(model, image):
+    with pytest.raises(vlscope.InputError, match="column 0 of positions selects none"):
+        vlscope.patching.sweep(model, image, image, layers=[0], positions=[[]], metric=lambda logits: logits.sum())

@@ -159,3 +159,9 @@ def test_ranks_with_layers_compare_across_the_forward(model):
     assert model.rank("deepstack_output", -1) is None
     with pytest.raises(IndexError, match="4"):
         model.rank("layer_output", 4)
+
+
+def test_a_weight_is_no_site_and_says_so():
+    model = vlscope.load("demo", dispatch=False)
+    with pytest.raises(vlscope.UnknownSite, match="is a weight"):
+        vlscope.sites.expand(model, "lm_head.weight")

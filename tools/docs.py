@@ -286,6 +286,7 @@ class Module:
     _kind: _core.Kind
     _model: StandardizedTransformer
     _children: dict[str, Any]
+    _parameters: tuple[str, ...]
     _path: str
     _site_path: str
     _inputs: int

@@ -12,9 +12,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch as _torch  # noqa: F401  (its libraries have to be loaded before the extension)
-
-from . import layouts, sites
+from . import (
+    _build,  # noqa: F401, I001  (first: it loads torch and the engine, or says why not)
+    layouts,
+    sites,
+)
 from .calculator import Shapes, shapes
 from .edits import Edit
 from .errors import (
@@ -24,12 +26,14 @@ from .errors import (
     InputError,
     LateEditError,
     NotReachedError,
+    OutOfMemory,
     OutOfOrderError,
     Unavailable,
     UnknownSite,
     UnsupportedFamily,
     VlscopeError,
 )
+from .estimates import estimate
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows
 from .model import StandardizedTransformer, load, weight_counts
@@ -52,6 +56,7 @@ __all__ = [
     "Module",
     "ModuleList",
     "NotReachedError",
+    "OutOfMemory",
     "OutOfOrderError",
     "PromptRows",
     "Record",
@@ -68,6 +73,7 @@ __all__ = [
     "UnsupportedFamily",
     "Value",
     "VlscopeError",
+    "estimate",
     "layouts",
     "load",
     "save",

@@ -9,6 +9,7 @@ __all__ = [
     "InputError",
     "LateEditError",
     "NotReachedError",
+    "OutOfMemory",
     "OutOfOrderError",
     "Unavailable",
     "UnknownSite",
@@ -49,6 +50,10 @@ class UnknownSite(InputError, KeyError):
 
 class Unavailable(VlscopeError, RuntimeError):
     """This model, this load or this mode cannot serve the value at all."""
+
+
+class OutOfMemory(VlscopeError, MemoryError):
+    """A tensor could not be allocated. The trace that asked for it has ended; the model works on."""
 
 
 class OutOfOrderError(VlscopeError, RuntimeError):

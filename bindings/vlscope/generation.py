@@ -236,7 +236,10 @@ class GenerationTracer(Tracer):
         if self._core is None:
             raise OutOfOrderError(f"step {step} was asked for after its generation had ended")
         if step < self.step:
-            raise OutOfOrderError(f"step {step} was asked for, but the generation already stands at step {self.step}")
+            raise OutOfOrderError(
+                f"step {step} was asked for, but the generation already stands at step {self.step}. Go on with "
+                f"tracer.iter[{self.step + 1}:], or open another generation."
+            )
         while self.step < step and self._advance():
             pass
         return self.step == step and not self._finished

@@ -49,6 +49,9 @@ _ELSEWHERE = {
     "hook": "call a module on a tensor for plain arithmetic",
     "rename": "the short names are always there",
     "envoys": "the values are always there",
+    "num_beams": "a generation is one sequence a prompt; give a list of prompts for several",
+    "num_return_sequences": "a generation is one sequence a prompt; give a list of the same prompt, and a seed",
+    "use_cache": "steps always run over the cache; model.trace(input_ids=ids so far) is a full pass",
     "output_attentions": "read layers[i].self_attn.attention_probabilities",
     "output_hidden_states": "read layers[i].layer_output",
 }

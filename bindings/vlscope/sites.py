@@ -180,7 +180,9 @@ def _named(host: Module) -> dict[str, int]:
 
 def _unknown(pattern: str, name: str, host: Module, known: Iterable[str]) -> UnknownSite:
     where = host._site_path or "the model"
+    if name in host._parameters:
+        return UnknownSite(f"{pattern!r} is a weight, which no trace serves: read it as an attribute of its module")
     if name in host._names():
-        return UnknownSite(f"{pattern!r} stops at a module or parameter: go on to a value, such as {pattern}.output")
+        return UnknownSite(f"{pattern!r} stops at a module: go on to a value, such as {pattern}.output")
     either = sorted({*known, *_named(host), *host._names()})
     return UnknownSite(f"no site {pattern!r}: {where} has no {name!r}.{near_names(name, either)}")

@@ -102,7 +102,7 @@ def _release_views(saved: Saved) -> None:
             continue
         storage = kept.untyped_storage()
         if storage.nbytes() > kept.numel() * kept.element_size() and owners[storage._cdata] == 1:
-            kept.data = kept.data.clone()
+            _core.own_storage(kept)
 
 
 class _Block:

@@ -137,6 +137,12 @@ class ModuleList(Sequence["Module"]):
         self._path = path
         self._items: list[Module] = []
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._path} belongs to a loaded model and cannot be copied or pickled: load the model again by "
+            "vlscope.load(path)."
+        )
+
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return self._items[index]
@@ -399,8 +405,16 @@ class Module(_core.ModuleBase):
             return AttributeError(f"{where} has no module {name}: {self._absent[name]}")
         known = [known for known in dir(self) if not known.startswith("_")]
         return AttributeError(
-            f"{where} ({type(self).__name__}) has no value or module {name!r}." + near_names(name, known)
+            f"{where} ({type(self).__name__}) has no value or module {name!r}."
+            + (near_names(name, known) or self._below(name))
         )
+
+    def _below(self, name: str) -> str:
+        """A sentence with the place of a module that is not here, but one step further down."""
+        for child, module in self._children.items():
+            if isinstance(module, Module) and name in module._names():
+                return f" Did you mean {child}.{name}?"
+        return ""
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._names()})
@@ -436,7 +450,11 @@ def _indices(chosen: Indices, count: int, what: str) -> list[int]:
         return list(range(count)[chosen])
     if isinstance(chosen, torch.Tensor):
         chosen = chosen.tolist()
-    indices = [operator.index(index) for index in ([chosen] if isinstance(chosen, SupportsIndex) else chosen)]
+    try:
+        listed: Any = [chosen] if isinstance(chosen, SupportsIndex) else chosen
+        indices = [operator.index(index) for index in listed]
+    except TypeError:
+        raise TypeError(f"{what} {chosen!r}: give an integer, a slice or a list of integers") from None
     for index in indices:
         if not -count <= index < count:
             raise IndexError(f"{what} {index}: there are {count}, 0 to {count - 1}")

@@ -267,6 +267,10 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
         tuple(selected(choice, length, axis, plan.sites[0]).nonzero().flatten().tolist())
         for choice in (range(length) if plan.positions is None else plan.positions)
     ]
+    if () in columns:
+        raise InputError(
+            f"column {columns.index(())} of positions selects none of the {length} {axis}: nothing to patch"
+        )
     corrupted = plan.measure.run(model, run)
     values = torch.empty(len(plan.sites), len(columns), dtype=torch.float64)
     recorded = model.record(**run)

@@ -1,0 +1,91 @@
+"""Batches: padding, images of rows, and what belongs to which prompt."""
+
+import pytest
+import torch
+
+import tiny
+import vlscope
+
+SHORT, LONG = list(range(20, 24)), list(range(40, 49))
+
+
+@pytest.fixture(scope="module")
+def model(vlscope_model):
+    return vlscope_model("dense")
+
+
+def close(ours, expected, bound=1e-5):
+    assert (ours.float() - expected.float()).abs().max() <= bound * expected.float().abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_bt_01_padded_rows_are_the_rows_alone_on_either_side(model, side):
+    pad = [tiny.PAD] * 5
+    row = pad + SHORT if side == "left" else SHORT + pad
+    mask = [0] * 5 + [1] * 4 if side == "left" else [1] * 4 + [0] * 5
+    batch = {"input_ids": torch.tensor([row, LONG]), "attention_mask": torch.tensor([mask, [1] * 9])}
+    with model.trace(**batch):
+        stream, logits = model.layers[2].layer_output.save(), model.logits.save()
+    for index, ids in enumerate((SHORT, LONG)):
+        kept = batch["attention_mask"][index].bool()
+        with model.trace(torch.tensor([ids])):
+            close(stream[index, kept], model.layers[2].layer_output[0])
+            close(logits[index, kept], model.logits[0])
+
+
+def test_bt_01_generation_of_prompts_padded_on_the_right_is_refused(model):
+    batch = {
+        "input_ids": torch.tensor([SHORT + [tiny.PAD] * 5, LONG]),
+        "attention_mask": torch.tensor([[1] * 4 + [0] * 5, [1] * 9]),
+    }
+    with pytest.raises(vlscope.InputError, match="Pad prompts on the left"), model.generate(**batch):
+        pass
+
+
+def test_bt_02_rows_of_any_number_of_images_are_the_rows_alone_and_wrong_numbers_are_refused_by_row(model):
+    small, large = (vlscope.demo.picture(color, size=size) for color, size in (("red", (64, 64)), ("blue", (96, 64))))
+    prompts = ["none", "one", "two", "still none", "last"]
+    images = [[], [small], [large, small], [], [large]]
+    together = model(prompts, images=images).logits
+    for index, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
+        alone = model(prompt, images=own).logits if own else model(prompt).logits
+        if own:
+            close(together[index, -alone.shape[1] :], alone[0])
+    with pytest.raises(vlscope.InputError, match="(?i)(prompt|row|image)"):
+        model(prompts, images=[small, large, small, large])
+    place = "<|vision_start|><|image_pad|><|vision_end|>"
+    with pytest.raises(vlscope.InputError, match="(?i)prompt 0|row 0"):
+        model([place + "a", place + place + "b"], images=[[small, large], [small]])
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+def test_bt_05_a_batch_of_eight_is_each_alone_within_rounding_in_any_order(checkpoint, dtype, bound):
+    run = vlscope.load(checkpoint("dense"), dtype=dtype)
+    prompts = [f"picture {'x' * k}" for k in range(8)]
+    images = [[vlscope.demo.picture("red", size=(32 * (2 + k % 3), 64))] for k in range(8)]
+    together = run(prompts, images=images).logits[:, -1]
+    order = [3, 0, 7, 5, 1, 6, 2, 4]
+    permuted = run([prompts[k] for k in order], images=[images[k] for k in order]).logits[:, -1]
+    close(permuted, together[order], bound)
+    for k in range(8):
+        close(together[k], run(prompts[k], images=images[k]).logits[0, -1], bound)
+
+
+def test_bt_07_the_rows_of_a_prompt_say_where_its_tokens_lie(model):
+    batch = {
+        "input_ids": torch.tensor([[tiny.PAD] * 5 + SHORT, LONG]),
+        "attention_mask": torch.tensor([[0] * 5 + [1] * 4, [1] * 9]),
+    }
+    rows = model.prompt_rows(**batch)
+    assert [row.tokens for row in rows] == [slice(5, 9), slice(0, 9)]
+    with model.trace(**batch):
+        mask = model.vision.image_token_mask.save()
+        pattern = model.layers[1].self_attn.attention_probabilities.save()
+        stream, logits = model.layers[1].layer_output.save(), model.logits.save()
+    for index, (row, length) in enumerate(zip(rows, (4, 9), strict=True)):
+        own = row.tokens
+        assert batch["input_ids"][index, own].tolist() == (SHORT, LONG)[index]
+        assert stream[index, own].shape == (length, 48) and logits[index, own].shape[0] == length
+        assert mask[index, own].shape == (length,)
+        assert pattern[index][:, own, own].shape == (4, length, length)
+        torch.testing.assert_close(pattern[index][:, own, own].sum(-1), torch.ones(4, length))
