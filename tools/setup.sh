@@ -6,6 +6,7 @@ readonly DEBIAN_PACKAGES=(
   bazel-bootstrap bazel-platforms bazel-rules-cc bazel-rules-java bazel-rules-proto bazel-skylib
   g++ libfmt-dev libgmock-dev libgtest-dev libspdlog-dev nlohmann-json3-dev
 )
+readonly BROWSER=(chromium fonts-dejavu-core) # looks at the pages that docs/ and the package write
 readonly DEBIAN_PYTHON=(python3 python3-dev python3-venv)
 readonly REQUIREMENTS=third_party/python/requirements.txt
 readonly SETUP_DONE=.venv/.set-up
