@@ -8,6 +8,12 @@ namespace {
 
 int64_t token_side(const ImageOptions& options) { return options.patch_size * options.merge_size; }
 
+void check_largest(const char* what, int64_t value, int64_t largest = kLargestSize) {
+  if (value > largest) {
+    throw InputError(fmt::format("{} is {}; at most {} is counted", what, value, largest));
+  }
+}
+
 VisualShape shape_of(int64_t frames, ImageSize size, const ImageOptions& options) {
   const int64_t depth = options.temporal_patch_size;
   VisualShape shape{.resized = size};
@@ -23,11 +29,16 @@ VisualShape shape_of(int64_t frames, ImageSize size, const ImageOptions& options
 
 VisualShape image_shape(ImageSize size, const ImageOptions& options) {
   check_image_options(options);
+  check_largest("height", size.height);
+  check_largest("width", size.width);
   return shape_of(1, processed_size(size, options), options);
 }
 
 VisualShape video_shape(int64_t frames, ImageSize size, const ImageOptions& options) {
   check_image_options(options);
+  check_largest("height", size.height);
+  check_largest("width", size.width);
+  check_largest("frames", frames);
   if (frames <= 0) throw InputError(fmt::format("the video has {} frames; give 1 or more", frames));
   const int64_t side = token_side(options);
   if (size.height <= 0 || size.width <= 0 || size.height % side != 0 || size.width % side != 0) {
@@ -42,6 +53,7 @@ VisualShape video_shape(int64_t frames, ImageSize size, const ImageOptions& opti
 ImageOptions with_token_budget(ImageOptions options, int64_t tokens) {
   check_image_options(options);
   const int64_t area = token_side(options) * token_side(options);
+  check_largest("budget", tokens, kLargestSize * kLargestSize / area);
   const int64_t least = (options.limits.min_pixels + area - 1) / area;
   if (tokens < least) {
     throw InputError(

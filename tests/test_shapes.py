@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import browser
 import vlscope
@@ -78,7 +79,7 @@ def test_the_pinned_sizes_are_those_of_the_released_configs():
         width = vision.get("embed_dim", vision["hidden_size"])
         found[name] = (vision["depth"], width, text["hidden_size"], taps)
         assert vlscope.shapes(512, 512, model=name).configuration.options.patch_size == vision["patch_size"]
-    assert calculator.PINNED == found
+    assert found == calculator.PINNED
 
 
 def sizes(count, seed, longest):
@@ -90,17 +91,18 @@ def sizes(count, seed, longest):
         yield draw.choice([(a, b), (b, a)])
 
 
-@pytest.mark.parametrize("model, patch_size, limits", [("8b", 16, (65536, 16777216)), ("qwen2-vl-7b", 14, (3136, 12845056))])
+@pytest.mark.parametrize(
+    "model, patch_size, limits", [("8b", 16, (65536, 16777216)), ("qwen2-vl-7b", 14, (3136, 12845056))]
+)
 def test_images_have_the_sizes_that_the_processor_gives_them(model, patch_size, limits):
     settings = ImageSettings(patch_size=patch_size, min_pixels=limits[0], max_pixels=limits[1])
     for height, width in sizes(40, seed=1, longest=700):
-        image = np.zeros((height, width, 3), np.uint8)
         if max(height, width) > 200 * min(height, width):
             with pytest.raises(vlscope.InputError, match="at most 200"):
                 vlscope.shapes(height, width, model=model)
             continue
         shape = vlscope.shapes(height, width, model=model)
-        encoded = ImageProcessor(settings)(image)
+        encoded = ImageProcessor(settings)(Image.new("RGB", (width, height)))
         assert encoded["image_grid_thw"].tolist() == [[shape.temporal_groups, shape.grid_rows, shape.grid_columns]]
         assert len(encoded["pixel_values"]) == shape.patch_positions == shape.processor_units
         assert shape.resized_height == shape.grid_rows * patch_size
@@ -127,6 +129,10 @@ def test_a_checkpoint_of_each_family_serves_the_shapes_that_are_foretold(name, v
         assert tuple(model.vision.image_features.shape) == shape.feature_shape
     assert shape.configuration.vision_blocks == len(model.vision.layers)
 
+
+@pytest.mark.parametrize("name", ["demo", "dense", "qwen2", "hybrid_moe"])
+def test_a_video_has_the_grid_that_the_processor_of_its_checkpoint_makes(name, vlscope_model):
+    model = vlscope_model(name)
     side = 2 * model.vision.patch_size
     frames = np.zeros((5, 2 * side, 3 * side, 3), np.uint8)
     shape = vlscope.shapes(2 * side, 3 * side, frames=5, model=model)
@@ -145,6 +151,9 @@ def test_a_checkpoint_of_each_family_serves_the_shapes_that_are_foretold(name, v
         ((512, 512, None, 63), "63 visual tokens .*65536.* give 64 tokens or more"),
         ((512, 512, 2, 100), "a budget bounds how an image is resized"),
         ((512.0, 512), "height is 512.0; give an integer"),
+        ((512, 2**20 + 1), "width is 1048577; at most 1048576 is counted"),
+        ((512, 2**70), "width is 1180591620717411303424, and no image has so much"),
+        ((512, 512, None, 2**40), "budget is 1099511627776; at most 1073741824 is counted"),
     ],
 )
 def test_what_has_no_shape_is_refused(arguments, message):
@@ -183,7 +192,9 @@ def queries():
         query["frames"] = draw.randint(0, 40) if kind == "video" else None
         query["budget"] = draw.randint(1, 2000) if kind == "budget" else None
         found.append(query)
-    return [*found, {"model": "qwen3-vl-8b", "height": 0, "width": 3, "frames": None, "budget": None}]
+    edges = [(0, 3, None, None), (2**20, 2**20 + 1, None, None), (2**20, 2**20, 2**20, None), (9, 9, None, 2**40)]
+    found += [dict(zip(("height", "width", "frames", "budget"), edge), model="qwen3-vl-8b") for edge in edges]
+    return found
 
 
 def test_the_page_gives_what_the_library_gives():

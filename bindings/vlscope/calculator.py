@@ -70,7 +70,6 @@ class Shapes:
         temporal_groups: groups of frames that share patches.
         repeated_frames: copies of the last frame that fill the last group; 1 for a still image.
         grid_rows, grid_columns: the grid of patches of one group.
-        processor_units: spatial units of the processor times groups.
         patch_positions: rows of the vision tower.
         visual_tokens: vectors that the language model gets, without boundaries, timestamps and text.
         configuration: the model's.
@@ -83,10 +82,14 @@ class Shapes:
     repeated_frames: int
     grid_rows: int
     grid_columns: int
-    processor_units: int
     patch_positions: int
     visual_tokens: int
     configuration: Configuration
+
+    @property
+    def processor_units(self) -> int:
+        """Spatial units that the processor cuts, times groups: in these families they are the patches."""
+        return self.patch_positions
 
     @property
     def feature_shape(self) -> tuple[int, int]:
@@ -163,6 +166,8 @@ def shapes(
     for name, value in (("height", height), ("width", width), ("frames", frames), ("budget", budget)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise InputError(f"{name} is {value!r}; give an integer")
+        if value is not None and value.bit_length() > 63:
+            raise InputError(f"{name} is {value}, and no image has so much")
     if frames is not None and budget is not None:
         raise InputError("a budget bounds how an image is resized, and the frames of a video are taken as they are")
     if budget is not None:
@@ -172,15 +177,16 @@ def shapes(
     else:
         found = _core.video_shape(frames, height, width, known.options)
     return Shapes(
-        frames,
-        *found.resized,
-        found.temporal_groups,
-        found.repeated_frames,
-        *found.grid,
-        found.patch_positions,
-        found.patch_positions,
-        found.visual_tokens,
-        known,
+        frames=frames,
+        resized_height=found.resized[0],
+        resized_width=found.resized[1],
+        temporal_groups=found.temporal_groups,
+        repeated_frames=found.repeated_frames,
+        grid_rows=found.grid[0],
+        grid_columns=found.grid[1],
+        patch_positions=found.patch_positions,
+        visual_tokens=found.visual_tokens,
+        configuration=known,
     )
 
 

@@ -62,6 +62,20 @@ TEST(VisualShape, OfAnImageRefusesARatioOver200) {
   EXPECT_THROW(image_shape({32, 6401}, qwen3_options()), InputError);
 }
 
+TEST(VisualShape, OfTheLargestSizesIsExactAndOfMoreIsRefused) {
+  constexpr int64_t kLargest = kLargestSize;
+  const VisualShape shape = video_shape(kLargest, {kLargest, kLargest}, qwen3_options());
+  EXPECT_EQ(shape.patch_positions, (int64_t{1} << 19) * (int64_t{1} << 32));
+  EXPECT_EQ(image_shape({kLargest, kLargest}, qwen3_options()).resized, (ImageSize{4096, 4096}));
+  const auto refused = [](const std::string& what) {
+    return ThrowsMessage<InputError>(AllOf(HasSubstr(what + " is 1048577"), HasSubstr("1048576")));
+  };
+  EXPECT_THAT([] { image_shape({kLargest + 1, kLargest}, qwen3_options()); }, refused("height"));
+  EXPECT_THAT([] { image_shape({kLargest, kLargest + 1}, qwen3_options()); }, refused("width"));
+  EXPECT_THAT([] { video_shape(kLargest + 1, {32, 32}, qwen3_options()); }, refused("frames"));
+  EXPECT_THROW(with_token_budget(qwen3_options(), int64_t{1} << 62), InputError);
+}
+
 TEST(TokenBudget, BoundsTheTokensOfAnImage) {
   const ImageOptions bounded = with_token_budget(qwen3_options(), 100);
   EXPECT_EQ(bounded.limits.max_pixels, 102400);
