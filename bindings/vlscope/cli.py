@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 #: Modules of `vlscope.commands`, in the order of the help.
-COMMANDS = ("demo", "values", "run", "patch", "ablate", "shape")
+COMMANDS = ("demo", "values", "run", "patch", "ablate", "shape", "verify")
 
 USER_ERROR = 2
 BROKEN_PIPE = 141  # as of a program that SIGPIPE ended

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +23,11 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loading")
     group.add_argument("--dtype", metavar="DTYPE", help="convert the weights, e.g. float32; as stored by default")
     group.add_argument("--device", default="cpu", help='"cpu" (the default) or "cuda"')
-    group.add_argument(
+    add_attention(group)
+
+
+def add_attention(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
         "--attention", choices=("sdpa", "eager"), default="sdpa", help="attention implementation (default: sdpa)"
     )
 
@@ -50,6 +55,31 @@ def encode(model: StandardizedTransformer, prompt: str, images: Sequence[str] | 
     return model.encode(prompt, images=list(images) if images else None)
 
 
+def count(text: str) -> int:
+    """A number of things, for argparse: 1 or more."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of 1 or more")
+    return int(text)
+
+
+def check_folder(path: Path) -> None:
+    """Refuses, before any compute, a file that could not be written afterwards."""
+    from ..errors import InputError
+
+    if not path.resolve().parent.is_dir():
+        raise InputError(f"{path.parent} is no folder, so {path.name} cannot be written there")
+
+
+def check_writable(model: StandardizedTransformer, sites: Sequence[str]) -> None:
+    """Refuses, before any compute, a site that takes no other value."""
+    from ..errors import InputError
+    from ..sites import number
+
+    for site in sites:
+        if reason := model._sites[number(model, site)].read_only:
+            raise InputError(f"{site} is read-only: {reason}")
+
+
 def token_text(model: StandardizedTransformer, token: int) -> str:
     return model.tokenizer.decode([token], skip_special_tokens=False)
 
@@ -62,7 +92,8 @@ def answer(model: StandardizedTransformer, probabilities: torch.Tensor) -> tuple
 
 def table(rows: Sequence[Sequence[Any]], indent: str = "") -> str:
     """Rows of a table; columns of numbers are aligned on the right."""
-    texts = [[cell if isinstance(cell, str) else f"{cell:.3f}" for cell in row] for row in rows]
+    # Adding zero takes the sign off a zero.
+    texts = [[cell if isinstance(cell, str) else f"{round(cell, 3) + 0.0:.3f}" for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     numeric = [not isinstance(cell, str) for cell in rows[-1]]
     return "\n".join(
