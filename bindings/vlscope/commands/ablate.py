@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--by", choices=("zero", "mean"), default="zero", help="what is put there (default: zero)")
     parser.add_argument(
-        "--over", nargs="+", metavar="FILE", help="one-image prompts that the mean is taken over; the image's own by default"
+        "--over",
+        nargs="+",
+        metavar="FILE",
+        help="one-image prompts that the mean is taken over; the image's own by default",
     )
 
 
@@ -49,9 +52,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.over and arguments.by != "mean":
         raise InputError("--over gives the images of a mean: it goes with --by mean")
+    if not arguments.site and not arguments.image:
+        raise InputError("the pathways of an image are ablated: give one by --image, or other sites by --site")
     model = common.load(arguments)
     patterns = [SHORT.get(site, site) for site in arguments.site or _pathways(model)]
     groups = [expand(model, pattern) for pattern in patterns]
+    common.check_writable(model, [site for group in groups for site in group])
     inputs = common.encode(model, arguments.prompt, arguments.image)
     by = _replacement(model, arguments, sorted({site for group in groups for site in group}))
     if len(patterns) > 1:

@@ -52,11 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from ..errors import InputError
     from ..patching import sweep
+    from ..sites import expand_below
 
-    model = common.load(arguments)
-    prompt, donor_prompt = arguments.prompt, arguments.donor_prompt or arguments.prompt
     if arguments.donor_prompt is None and arguments.donor_image is None:
         raise InputError("give a donor that differs from the prompt: --donor-prompt, --donor-image or both")
+    if arguments.picture:
+        _check_picture(arguments.picture)
+    model = common.load(arguments)
+    common.check_writable(model, expand_below(model, arguments.site))
+    prompt, donor_prompt = arguments.prompt, arguments.donor_prompt or arguments.prompt
     target = common.encode(model, prompt, arguments.image)
     source = common.encode(model, donor_prompt, arguments.donor_image or arguments.image)
     labels, positions = _columns(model, target, arguments)
@@ -67,7 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"share of the way there, with {arguments.site} taken from the donor\n")
     print(_table(cells, labels or cells.tokens))
     if arguments.picture:
-        print(f"\n{_draw(arguments.picture, cells, labels or cells.tokens, arguments.site)}")
+        _draw(arguments.picture, cells, labels or cells.tokens, arguments.site)
+        print(f"\n{arguments.picture}")
 
 
 def _columns(model: StandardizedTransformer, target: Any, arguments: argparse.Namespace) -> tuple[Any, Any]:
@@ -119,14 +124,26 @@ def _table(cells: Cells, labels: Any) -> str:
     return "\n\n".join(parts)
 
 
-def _draw(path: Path, cells: Cells, labels: Any, site: str) -> str:
-    """Writes the heat map and says where; or says why not."""
+def _check_picture(path: Path) -> None:
+    """Refuses, before any compute, a picture that could not be written afterwards."""
+    from ..errors import InputError
+
+    common.check_folder(path)
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        return "no picture: matplotlib is not installed (pip install matplotlib)"
+        raise InputError("--picture needs matplotlib, which is not installed: pip install matplotlib") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise InputError(f"{path.name} ends in no format of pictures; these are known: {', '.join(sorted(known))}")
+
+
+def _draw(path: Path, cells: Cells, labels: Any, site: str) -> None:
+    from matplotlib.figure import Figure
+
     rows, columns = cells.values.shape
-    figure = Figure(figsize=(3 + 0.45 * columns, 1.6 + 0.3 * rows), layout="constrained")
+    names = 0.08 * max(map(len, cells.sites))  # inches that the names of the rows take
+    figure = Figure(figsize=(2.5 + names + 0.45 * columns, 1.6 + 0.3 * rows), layout="constrained")
     axes = figure.subplots()
     picture = axes.imshow(cells.recovered, cmap="RdBu", vmin=-1, vmax=1, aspect="auto")
     axes.set_xticks(range(columns), [repr(text)[1:-1] for text in labels], rotation=60, ha="right")
@@ -134,4 +151,3 @@ def _draw(path: Path, cells: Cells, labels: Any, site: str) -> str:
     axes.set_title(f"{site} from the donor", loc="left")
     figure.colorbar(picture, label="share of the way to the donor's answer")
     figure.savefig(path, dpi=120)
-    return str(path)

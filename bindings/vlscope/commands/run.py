@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_prompt(parser)
     parser.add_argument("--save", nargs="+", action="extend", default=[], metavar="SITE", help="sites or patterns")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the safetensors file of what is saved")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="also generate an answer of up to N tokens")
+    parser.add_argument(
+        "--max-new-tokens", type=common.count, metavar="N", help="also generate an answer of up to N tokens"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -41,11 +43,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.out and not arguments.save:
         raise InputError(f"there is nothing to write to {arguments.out}: give sites by --save")
-    if arguments.out and not arguments.out.resolve().parent.is_dir():
-        raise InputError(f"{arguments.out.parent} is no folder, so {arguments.out.name} cannot be written there")
+    if arguments.out:
+        common.check_folder(arguments.out)
     model = common.load(arguments)
     wanted = expand(model, arguments.save) if arguments.save else []
-    inputs = common.encode(model, arguments.prompt, arguments.image)
+    inputs: dict[str, Any] = common.encode(model, arguments.prompt, arguments.image)
     saved: dict[str, torch.Tensor] = {}
     with torch.no_grad(), model.trace(**inputs):
         for site in expand(model, [*wanted, "next_token_probs"]):
@@ -61,7 +63,9 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"\nanswer\n  {text}")
     if saved:
         print("\nsaved")
-        parts = [[site, str(list(value.shape)), str(value.dtype).removeprefix("torch.")] for site, value in saved.items()]
+        parts = [
+            [site, str(list(value.shape)), str(value.dtype).removeprefix("torch.")] for site, value in saved.items()
+        ]
         print(common.table(parts, "  "))
     if arguments.out:
         _write(arguments.out, saved, {"prompt": arguments.prompt, "model": arguments.model})
