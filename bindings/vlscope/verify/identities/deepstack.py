@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...errors import NotReachedError, Unavailable
+from ...sites import read
 from .identity import Model, Prompts, equal, identity, logits_of, moved, raises, require, values
 
 
@@ -67,7 +68,7 @@ def a_zeroed_level_leaves_the_stream_and_moves_the_logits(model: Model, prompts:
         with model.trace(**prompts.one_image):
             out = model.layers[k].layer_output
             model.layers[k].deepstack_output[:] = 0
-            after = model.layers[k + 1].input if k + 1 < model.num_layers else model.norm.input
+            after = read(model, _entering(model, k))
             logits = model.logits
         equal(after, out, _entering(model, k))
         moved(logits, clean, f"the logits without layers.{k}.deepstack_output")
@@ -79,8 +80,8 @@ def an_assigned_level_of_ones_adds_one(model: Model, prompts: Prompts) -> None:
         mask = model.vision.image_token_mask
         out = model.layers[0].layer_output
         model.layers[0].deepstack_output = torch.ones_like(model.layers[0].deepstack_output)
-        after = model.layers[1].input
-    equal(after[mask], out[mask] + 1, "layers.1.input")
+        after = read(model, _entering(model, 0))
+    equal(after[mask], out[mask] + 1, _entering(model, 0))
 
 
 @identity()
@@ -95,4 +96,4 @@ def a_text_reaches_no_level(model: Model, prompts: Prompts) -> None:
     with model.trace(**prompts.text):
         raises(NotReachedError, lambda: model.layers[0].deepstack_output, "layers.0.deepstack_output")
         out = model.layers[0].layer_output
-        require(model.layers[1].input is out, "layers.1.input is not layers.0.layer_output")
+        require(read(model, _entering(model, 0)) is out, f"{_entering(model, 0)} is not layers.0.layer_output")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import VlscopeError
 from ...sites import read
 from ..comparison import difference
 
@@ -53,8 +52,10 @@ class Identity:
         try:
             with torch.no_grad():
                 self.check(model, prompts)
-        except (Broken, VlscopeError, AttributeError, ValueError) as error:
-            return str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+        except Broken as broken:
+            return str(broken)
+        except Exception as error:  # whatever a check runs into is what is wrong
+            return f"{type(error).__name__}: {error}"
         return None
 
 
@@ -148,6 +149,10 @@ def mixer(model: Model, i: int) -> str:
 def mixtures(model: Model) -> list[Any]:
     """The MLPs that are mixtures of experts."""
     return [layer.mlp for layer in model.layers if hasattr(layer.mlp, "experts")]
+
+
+def has_several_blocks(model: Model) -> bool:
+    return min(model.num_layers, model.vision.num_layers) > 1
 
 
 def routes(model: Model) -> bool:

@@ -15,6 +15,7 @@ from .identity import (
     attending,
     close,
     equal,
+    has_several_blocks,
     identity,
     logits_of,
     mixer,
@@ -181,7 +182,7 @@ def a_key_head_serves_its_own_group_of_query_heads(model: Model, prompts: Prompt
     )
 
 
-@identity()
+@identity(has_several_blocks)
 def skipped_layers_pass_the_stream_through(model: Model, prompts: Prompts) -> None:
     with model.trace(**prompts.text):
         first = model.layers[0].layer_output
@@ -192,7 +193,7 @@ def skipped_layers_pass_the_stream_through(model: Model, prompts: Prompts) -> No
     equal(logits, model.project_on_vocab(first), "logits")
 
 
-@identity()
+@identity(has_several_blocks)
 def skipping_with_a_tensor_puts_it_in_the_stream(model: Model, prompts: Prompts) -> None:
     zeros = torch.zeros(*prompts.text["input_ids"].shape, model.hidden_size)
     with model.trace(**prompts.text):

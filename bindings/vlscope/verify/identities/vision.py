@@ -6,7 +6,20 @@ import torch
 
 from ...errors import NotReachedError, Unavailable
 from ...sites import read, write
-from .identity import Model, Prompts, cells, close, equal, identity, logits_of, moved, raises, require, values
+from .identity import (
+    Model,
+    Prompts,
+    cells,
+    close,
+    equal,
+    has_several_blocks,
+    identity,
+    logits_of,
+    moved,
+    raises,
+    require,
+    values,
+)
 
 
 def _last(model: Model) -> str:
@@ -89,7 +102,7 @@ def tower_blocks_add_their_attention_and_their_mlp(model: Model, prompts: Prompt
         equal(x + attention + mlp, out, f"vision.layers.{i}.layer_output")
 
 
-@identity()
+@identity(has_several_blocks)
 def the_stream_of_patches_is_the_native_one_under_a_leading_axis(model: Model, prompts: Prompts) -> None:
     pairs = (
         ("vision.patch_embed.output", "vision.patch_embeddings"),
