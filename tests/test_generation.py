@@ -6,7 +6,7 @@ import torch
 
 import tiny
 import vlscope
-from parity import reference
+from vlscope.verify import reference
 
 NEW = 8
 

@@ -17,6 +17,7 @@ from . import (
     layouts,
     sites,
 )
+from .calculator import Shapes, shapes
 from .edits import Edit
 from .errors import (
     CheckpointError,
@@ -73,6 +74,7 @@ __all__ = [
     "Sampling",
     "Saved",
     "Session",
+    "Shapes",
     "StandardizedTransformer",
     "Tensors",
     "TokenizationError",
@@ -89,6 +91,7 @@ __all__ = [
     "layouts",
     "load",
     "save",
+    "shapes",
     "sites",
     "weight_counts",
 ]

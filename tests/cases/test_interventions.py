@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import vlscope
-from parity.cases import SQUARE, WIDE
+from vlscope.verify.prompts import SQUARE, WIDE
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,15 @@ functions are wrapped, because queries, scores and patterns are no module's inpu
 through a hook. A function gets the tensor and returns the one to go on with.
 """
 
+from __future__ import annotations
+
 import inspect
 import re
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
 from unittest import mock
 
 import torch
@@ -30,9 +35,9 @@ VISION_ATTENTION = rf"{VISION}\.blocks\.\d+\.attn"
 class Call:
     """One call of a module: what went in and what came out, by reference."""
 
-    args: tuple
-    kwargs: dict
-    output: object = None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
 
 
 @dataclass
@@ -44,22 +49,22 @@ class Run:
     order   named values, `<path>.inputs` and `<path>.output`, as the forward comes by them
     """
 
-    values: dict = field(default_factory=dict)
-    calls: dict = field(default_factory=dict)
-    order: list = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, Call] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
 
     @property
-    def logits(self):
+    def logits(self) -> torch.Tensor:
         return self.values["logits"]
 
 
-def load(folder, attn_implementation, dtype=torch.float32):
+def load(folder: str | PathLike[str], attn_implementation: str, dtype: torch.dtype = torch.float32) -> Any:
     """transformers' model of a checkpoint folder, for inference."""
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation=attn_implementation, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
-def complete(model, inputs):
+def complete(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Adds what transformers wants and vlscope derives: token types, and a text's positions by the attention mask.
 
     With images or videos transformers makes the same positions itself. Its plain text-only forward counts padding, and
@@ -73,7 +78,7 @@ def complete(model, inputs):
     return completed
 
 
-def plain(model, inputs):
+def plain(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The logits of an unwatched forward, called as a user calls it; only a padded text is given positions."""
     completed = complete(model, inputs)
     if inputs["attention_mask"].all():
@@ -82,7 +87,12 @@ def plain(model, inputs):
         return model(**completed).logits
 
 
-def run(model, inputs, edits=None, grad=False):
+def run(
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    edits: dict[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+    grad: bool = False,
+) -> Run:
     """One watched forward; with `grad`, one that records a graph for what requires it.
 
     transformers runs its tower once for the images of a prompt and once more for its videos. Here it runs once on both,
@@ -100,14 +110,14 @@ def run(model, inputs, edits=None, grad=False):
     return recorder.run
 
 
-def additive_mask(attention_mask, dtype=torch.float32):
+def additive_mask(attention_mask: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The causal mask of eager attention, [batch, 1, query, key]: 0 where allowed, the dtype's minimum elsewhere."""
     length = attention_mask.shape[1]
     allowed = torch.ones(length, length, dtype=torch.bool).tril() & attention_mask[:, None, None, :].bool()
     return torch.where(allowed, torch.tensor(0.0, dtype=dtype), torch.finfo(dtype).min)
 
 
-def standard(path):
+def standard(path: str) -> str:
     """The name under which vlscope's tree also has the module at a native path: `vision.layers.0.self_attn`."""
     rules = (
         (r"^model\.language_model\.(layers|embed_tokens|norm)\b", r"\1"),
@@ -121,7 +131,7 @@ def standard(path):
     return path
 
 
-def reading_list(run):
+def reading_list(run: Run) -> Iterator[tuple[str, str]]:
     """(site to read, name in the reference), in forward order; modules under both of their paths."""
     for name in run.order:
         path, _, side = name.rpartition(".")
@@ -133,7 +143,7 @@ def reading_list(run):
             yield from ((f"{at}.output", name) for at in paths(path))
 
 
-def paths(native):
+def paths(native: str) -> dict[str, None]:
     return dict.fromkeys((native, standard(native)))
 
 
@@ -156,7 +166,7 @@ _AT_MODULES = [
 ]
 
 
-def _names_at(path, side):
+def _names_at(path: str, side: str) -> Iterator[tuple[str, bool]]:
     for pattern, at, name, leading in _AT_MODULES:
         match = re.fullmatch(pattern, path)
         if match and at == side:
@@ -499,6 +509,6 @@ class _Recorder:
         self.run.order.append("next_token_probs")
 
 
-def _frozen(output):
+def _frozen(output: Any) -> Any:
     """A snapshot of an output object that a caller goes on to change."""
     return type(output)(**output) if hasattr(output, "items") else output
