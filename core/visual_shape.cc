@@ -16,7 +16,8 @@ void check_largest(const char* what, int64_t value, int64_t largest = kLargestSi
 
 VisualShape shape_of(int64_t frames, ImageSize size, const ImageOptions& options) {
   const int64_t depth = options.temporal_patch_size;
-  VisualShape shape{.resized = size};
+  VisualShape shape;
+  shape.resized = size;
   shape.temporal_groups = (frames + depth - 1) / depth;
   shape.repeated_frames = shape.temporal_groups * depth - frames;
   shape.grid = {size.height / options.patch_size, size.width / options.patch_size};
