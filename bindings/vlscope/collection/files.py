@@ -70,15 +70,11 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CollectionError(f"{what} is being collected by another process: wait until it ends") from None
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                yield
-                return
-            if not isinstance(error, BlockingIOError):
+            if error.errno not in _NO_LOCKS:
                 raise
-            raise CollectionError(
-                f"{what} is being collected by another process or thread: wait until it ends"
-            ) from None
         yield
 
 
@@ -118,6 +114,8 @@ def map_tensors(path: Path, size: int) -> dict[str, torch.Tensor]:
     raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(raw[:8].tolist()), "little")
     try:
+        if start > size:
+            raise ValueError(f"its header ends at byte {start} of {size}")
         header = json.loads(bytes(raw[8:start].tolist()))
         return {name: _tensor(raw[start:], entry) for name, entry in header.items()}
     except (ValueError, KeyError, RuntimeError, TypeError) as error:
