@@ -281,6 +281,14 @@ def test_two_processes_at_one_shard_do_not_write_both(model, tmp_path):
     collect(model, ["Hello"], SITES, tmp_path)
 
 
+def test_a_file_system_without_locks_is_written_all_the_same(model, tmp_path, monkeypatch):
+    def missing(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    assert collect(model, ["Hello"], SITES, tmp_path).samples == 1
+
+
 # --- samples that fail ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -18,6 +19,7 @@ from ..errors import CollectionError
 __all__ = ["check_size", "exclusive", "map_tensors", "replacing", "sync_folder", "write_tensors"]
 
 TEMPORARY = ".tmp"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 #: Names of the format, https://github.com/huggingface/safetensors#format.
 _DTYPES = {
@@ -63,14 +65,16 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def exclusive(path: Path, what: str) -> Iterator[None]:
-    """Hold a lock until the block is left or the process ends; refused where another holds it."""
+    """Hold a lock until the block is left or the process ends; refused where another holds it. On a file
+    system without locks, as some clusters have, there is none."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CollectionError(
-                f"{what} is being collected by another process or thread: wait until it ends"
-            ) from None
+            raise CollectionError(f"{what} is being collected by another process: wait until it ends") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         yield
 
 
@@ -110,6 +114,8 @@ def map_tensors(path: Path, size: int) -> dict[str, torch.Tensor]:
     raw = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     start = 8 + int.from_bytes(bytes(raw[:8].tolist()), "little")
     try:
+        if start > size:
+            raise ValueError(f"its header ends at byte {start} of {size}")
         header = json.loads(bytes(raw[8:start].tolist()))
         return {name: _tensor(raw[start:], entry) for name, entry in header.items()}
     except (ValueError, KeyError, RuntimeError, TypeError) as error:

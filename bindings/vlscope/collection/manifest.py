@@ -207,9 +207,14 @@ def path_of(out: Path, shard: Shard) -> Path:
     return out / f"{shard}.json"
 
 
+def part_folder(out: Path, site: str, shard: Shard) -> Path:
+    """Where the parts of a site lie."""
+    return out / site / str(shard)
+
+
 def part_path(out: Path, site: str, shard: Shard, name: str) -> Path:
     """Where the file of a part lies."""
-    return out / site / str(shard) / name
+    return part_folder(out, site, shard) / name
 
 
 def find(out: Path) -> list[Manifest]:

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import CollectionError
 from .dataset import Shard
 from .files import check_size, sync_folder
-from .manifest import Manifest, SiteRows, differences, part_path, path_of, versions
+from .manifest import Manifest, SiteRows, differences, part_folder, part_path, path_of, versions
 from .rows import Site
 
 __all__ = ["open_manifest"]
@@ -50,7 +50,7 @@ def _begun(out: Path, own: Path, config: Mapping[str, Any]) -> Manifest | None:
 
 
 def _folders(out: Path, manifest: Manifest) -> list[Path]:
-    return [part_path(out, site, manifest.shard, "").parent for site in manifest.sites]
+    return [part_folder(out, site, manifest.shard) for site in manifest.sites]
 
 
 def _refuse_files(out: Path, manifest: Manifest) -> None:
