@@ -82,6 +82,13 @@ def sizes_of(arguments: argparse.Namespace) -> Sizes:
     return Sizes(arguments.reps, arguments.long_reps, peers, threads, ("tiny", "2b" if arguments.full else "cut2b"))
 
 
+def told(arguments: argparse.Namespace) -> list[str]:
+    """What of the command the figures depend on."""
+    flags = [f"--{name.replace('_', '-')}" for name in ("quick", "full", "no_peers") if getattr(arguments, name)]
+    counts = [f"--reps {arguments.reps}", f"--long-reps {arguments.long_reps}"]
+    return [*arguments.suites, *counts, *flags, *([f"--threads {arguments.threads}"] if arguments.threads else [])]
+
+
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures as they are stored: those of the suites asked for, beside kept ones of the others.
 
@@ -92,7 +99,7 @@ def figures(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.stored:
         results, wanted = json.loads(arguments.stored.read_text()), arguments.suites
     for name in wanted:
-        results |= {"machine": machine(), "arguments": sys.argv[1:]}
+        results |= {"machine": machine(), "arguments": told(arguments)}
         start = time.perf_counter()
         results["suites"][name] = [row.as_dict() for row in SUITES[name].run(sizes_of(arguments))]
         results["seconds"][name] = round(time.perf_counter() - start)

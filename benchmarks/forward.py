@@ -78,7 +78,7 @@ def operations(event: Any) -> int:
 
 def profiled(model: Model, run: Inputs) -> dict[str, float]:
     """Shares of the forward's time, and the speed of its products in operations a second."""
-    with torch.profiler.profile(record_shapes=True) as profile:
+    with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
         model(**run)
     events = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CPU]
 

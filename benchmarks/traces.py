@@ -8,6 +8,7 @@ transformers with forward hooks delivers.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 import remote
@@ -102,6 +103,8 @@ def measured(name: str, sizes: Sizes) -> list[Row]:
     del model
     wanted = list(remote.MODULES) if sizes.peers else ["ours"]
     modules = [module for module in wanted if remote.installed(module)]
+    if absent := [module for module in wanted if module not in modules]:
+        print(f"left out: {', '.join(absent)} (benchmarks/peers.sh installs what they need)", file=sys.stderr)
     threads = sizes.threads or (1 if name == "tiny" else os.cpu_count() or 1)
     reps = max(sizes.short // 10, 2) if name == "tiny" else sizes.long
     with remote.started(modules, checkpoint, inputs, threads) as processes:
