@@ -70,7 +70,7 @@ REFUSED = {
     "a grid that overflows": ({"image_grid_thw": torch.tensor([[1, 2**62, 2**62]])}, r"\(1, 4611686018427387904, "),
     "grids whose sum overflows": (
         {"pixel_values_videos": PIXELS, "video_grid_thw": torch.full((8, 3), 2**20)},
-        "pixel_values_videos has 32 patches, video_grid_thw counts 4611686018427387904",
+        "pixel_values_videos has 32 patches, video_grid_thw counts 9223372036854775807",
     ),
     # pixels
     "pixels of one more axis": ({"pixel_values": PIXELS[None]}, r"\[1, 32, 1536\]; \[patches, 1536\]"),
