@@ -1,19 +1,26 @@
 """What generating and sweeping cost, on the built-in model with an image prompt and with a long text.
 
 Peer: transformers (sdpa) on the same checkpoint and inputs: its `generate` with its cache, and for
-the sweep a forward with a hook that patches, one for each block.
+the sweep a forward with a hook that patches, one for each block. At real widths a token cannot take
+less than reading the weights once, and that is what it is set against.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from measure import Row, Times, Work, interleaved, row
+from checkpoints import folder
+from inputs import image_prompt
+from measure import Row, Sizes, Times, Work, interleaved, ratios, row, slopes, threads
 from overhead import PROMPT, load_peer, peer_forward
 
 import vlscope
+
+TIMES_AS_FAST = 3.0  # as transformers, on the built-in model
+OF_READING = 0.8  # of the time that reading the weights once takes, for a token at real widths
 
 NEW_TOKENS = 32
 LONG = "The capital of France is Paris. " * 60
@@ -98,7 +105,14 @@ def rows(times: Times) -> list[Row]:
     def one(what: str, name: str, peer: str) -> Row:
         return row(what, times[name], peer=times.get(f"peer: {peer}"))
 
+    speedup = []
+    if "peer: image" in times:
+        for prompt in ("image", "text"):
+            faster = ratios(times[f"peer: {prompt}"], times[prompt])
+            what = f"{prompt} prompt, {NEW_TOKENS} tokens, times as fast as transformers"
+            speedup.append(row(what, faster, target=TIMES_AS_FAST, unit="x", at_least=True))
     return [
+        *speedup,
         one(f"image prompt, {NEW_TOKENS} tokens", "image", "image"),
         one(f"image prompt, {NEW_TOKENS} tokens, every block read on every step", "image, read", "image"),
         one(f"long text, {NEW_TOKENS} tokens", "text", "text"),
@@ -108,11 +122,65 @@ def rows(times: Times) -> list[Row]:
     ]
 
 
-def run(reps: int, peers: bool = True) -> list[Row]:
+def at_real_widths(name: str, sizes: Sizes) -> list[Row]:
+    """Tokens beside the time of reading the weights once, by a sum or by a product with a vector."""
+    model = vlscope.load(folder(name))
+    weights = [part.weight for part in projections(model)]
+    ids = image_prompt(model.config, 2)["input_ids"][:, :5]
+    options: dict[str, Any] = {"input_ids": ids, "eos_token_id": []}
+    vectors = {weight.shape[1]: torch.ones(weight.shape[1]) for weight in weights}
+
+    def traced() -> None:
+        with model.generate(**options, max_new_tokens=NEW_TOKENS) as tracer:
+            for _ in tracer.iter[:]:
+                for layer in model.layers:
+                    _ = layer.layer_output
+
+    works = {
+        "one token": Work(lambda: model.generate(**options, max_new_tokens=1).result),
+        "untraced": Work(lambda: model.generate(**options, max_new_tokens=NEW_TOKENS).result),
+        "traced, every block read": Work(traced),
+        "sums": Work(lambda: [weight.sum() for weight in weights]),
+        "products": Work(lambda: [weight @ vectors[weight.shape[1]] for weight in weights]),
+    }
+    times = interleaved(works, sizes.long)
+    reading = [min(both) for both in zip(times["sums"], times["products"], strict=True)]
+    read = sum(weight.nbytes for weight in weights)
+    rows = [row(f"{name}: reading the weights", [read / us / 1e3 for us in reading], unit="GB/s")]
+    for how in ("untraced", "traced, every block read"):
+        token = slopes(times[how], times["one token"], NEW_TOKENS - 1)
+        rows += [
+            row(f"{name}: one more token, {how}", [us / 1000 for us in token], unit="ms"),
+            row(
+                f"{name}: of what reading the weights allows, {how}",
+                ratios(reading, token),
+                target=OF_READING,
+                unit="x",
+                at_least=True,
+            ),
+        ]
+    return rows
+
+
+def projections(model: vlscope.StandardizedTransformer) -> list[Any]:
+    """The modules whose matrices every token goes through."""
+    found: list[Any] = [model.lm_head]
+    for layer in model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        found += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        found += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return found
+
+
+def run(sizes: Sizes) -> list[Row]:
     model = vlscope.load("demo")
     image = model.encode(PROMPT, images=[vlscope.demo.picture("red", size=(64, 64))])
     text = model.encode(LONG)
-    peer = load_peer(model) if peers else None
+    peer = load_peer(model) if sizes.peers else None
     check(model, peer, image, text)
     works = ours(model, image, text) | (theirs(peer, image, text) if peer is not None else {})
-    return rows(interleaved(works, max(reps // 10, 2)))
+    found = rows(interleaved(works, max(sizes.short // 10, 2)))
+    for name in sizes.models[1:]:
+        with threads(sizes.threads or os.cpu_count() or 1):
+            found += at_real_widths(name, sizes)
+    return found

@@ -32,6 +32,7 @@ void raise_out_of_memory(const std::string& what) {
   PyErr_SetString(type.ptr(), text.c_str());
 }
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): pybind11 says what a translator takes.
 void translate(std::exception_ptr thrown) {
   try {
     if (thrown) std::rethrow_exception(thrown);

@@ -41,7 +41,7 @@ struct ModuleObject {
 struct AccessorObject {
   PyObject_HEAD;
   vectorcallfunc call;
-  std::ptrdiff_t first;  ///< Offset in ModuleObject of the number that the site is counted from.
+  std::size_t first;  ///< Offset in ModuleObject of the number that the site is counted from.
   int offset;
 };
 
@@ -54,6 +54,8 @@ PyObject* visit_name = nullptr;    ///< "_visit"
 
 /// Runs `body`; what it throws becomes the Python error.
 template <class Body>
+// What a translator of exceptions throws itself ends the process, as in pybind11.
+// NOLINTNEXTLINE(bugprone-exception-escape)
 auto guarded(Body body, decltype(body()) failed) noexcept {
   try {
     return body();

@@ -123,7 +123,7 @@ std::shared_ptr<KeyValueCache> recorded_blocks(const std::map<std::string, at::T
 
 /// The inverse of recorded_tensors.
 std::shared_ptr<Recording> recording_of(const std::map<std::string, at::Tensor>& tensors) {
-  const auto recording = std::make_shared<Recording>();
+  auto recording = std::make_shared<Recording>();
   const auto list = [&](const char* name) {
     std::vector<at::Tensor> found;
     for (auto next = tensors.begin(); next != tensors.end();) {
@@ -178,15 +178,29 @@ at::Tensor apply(const Model& model, int module, const at::Tensor& x) {
   return leaf->apply(x);
 }
 
+/// Devices by the beginning of a weight's name, of which the longest counts.
+using Placement = std::map<std::string, at::Device>;
+
+at::Device device_of(const Placement& placement, const std::string& name) {
+  std::size_t longest = 0;
+  at::Device device = placement.at("");
+  for (const auto& [prefix, place] : placement) {
+    if (prefix.size() < longest || !name.starts_with(prefix)) continue;
+    longest = prefix.size();
+    device = place;
+  }
+  return device;
+}
+
 py::dict load(Model& model, const std::filesystem::path& folder,
-              std::optional<at::ScalarType> dtype, const at::Device& device, bool copy) {
+              std::optional<at::ScalarType> dtype, const Placement& placement, bool copy) {
   using namespace py::literals;
   LoadReport report;
   {
     const py::gil_scoped_release released;
     LoadOptions options;
     options.dtype = dtype;
-    options.device = device;
+    options.device_of = [&](const std::string& name) { return device_of(placement, name); };
     options.copy = copy;
     report = model.load(Checkpoint::open(folder), options);
   }
@@ -227,7 +241,10 @@ void register_model(py::module_& module) {
       .def(py::init(&make_inputs), py::arg("tensors"), py::arg("logits_to_keep") = 0)
       .def_readonly("input_ids", &Inputs::input_ids)
       .def(
-          "replay", [](Inputs& self, std::shared_ptr<Recording> from) { self.replay.from = from; },
+          "replay",
+          [](Inputs& self, std::shared_ptr<Recording> from) {
+            self.replay.from = std::move(from);
+          },
           py::arg("recording"))
       .def(
           "replay_tail",
@@ -257,7 +274,9 @@ void register_model(py::module_& module) {
   py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A module tree and its weights.")
       .def_static("build", &build, py::arg("config_json"), py::arg("where"), py::arg("attention"),
                   py::arg("text_only"))
-      .def("load", &load, py::arg("folder"), py::arg("dtype"), py::arg("device"), py::arg("copy"))
+      .def("load", &load, py::arg("folder"), py::arg("dtype"), py::arg("placement"),
+           py::arg("copy"))
+      .def("to", &Model::to, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("loaded", &Model::loaded)
       .def_property_readonly("dtype", &Model::dtype)
       .def_property_readonly("device", [](const Model& self) { return self.device().str(); })

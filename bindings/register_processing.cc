@@ -1,4 +1,4 @@
-// Python face of core/image_processing.h.
+// Python face of core/image_processing.h and core/visual_shape.h.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -10,6 +10,7 @@
 #include "ATen/ops/from_blob.h"
 #include "bindings/register.h"
 #include "core/image_processing.h"
+#include "core/visual_shape.h"
 
 namespace py = pybind11;
 
@@ -97,6 +98,29 @@ void register_processing(py::module_& module) {
       },
       py::arg("frames"), py::arg("height"), py::arg("width"), py::arg("options"),
       "(height, width) at which the frames of a video are cut into patches.");
+  py::class_<VisualShape>(module, "VisualShape", "The sizes of an image or a video on its way in.")
+      .def_property_readonly("resized",
+                             [](const VisualShape& self) { return as_pair(self.resized); })
+      .def_readonly("temporal_groups", &VisualShape::temporal_groups)
+      .def_readonly("repeated_frames", &VisualShape::repeated_frames)
+      .def_property_readonly("grid", [](const VisualShape& self) { return as_pair(self.grid); })
+      .def_readonly("patch_positions", &VisualShape::patch_positions)
+      .def_readonly("visual_tokens", &VisualShape::visual_tokens);
+  module.def(
+      "image_shape",
+      [](int64_t height, int64_t width, const ImageOptions& options) {
+        return image_shape({height, width}, options);
+      },
+      py::arg("height"), py::arg("width"), py::arg("options"), "The shape of a resized image.");
+  module.def(
+      "video_shape",
+      [](int64_t frames, int64_t height, int64_t width, const ImageOptions& options) {
+        return video_shape(frames, {height, width}, options);
+      },
+      py::arg("frames"), py::arg("height"), py::arg("width"), py::arg("options"),
+      "The shape of a video whose frames were resized already.");
+  module.def("with_token_budget", &with_token_budget, py::arg("options"), py::arg("tokens"),
+             "The options with max_pixels for a number of visual tokens.");
   module.def("preprocess_images", preprocess(&preprocess_images), py::arg("images"),
              py::arg("options"),
              "Patches [rows, 3 * T * P * P] and grids [images, 3] of uint8 arrays [H, W, 3].");

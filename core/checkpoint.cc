@@ -69,20 +69,6 @@ void require_same_names(const fs::path& index, const fs::path& shard,
 
 }  // namespace
 
-const fs::path& require_folder(const fs::path& folder) {
-  std::error_code ignored;
-  const fs::file_status status = fs::status(folder, ignored);
-  if (!fs::exists(status)) {
-    throw CheckpointNotFound(fmt::format("{}: no such folder", folder.string()));
-  }
-  if (!fs::is_directory(status)) {
-    throw CheckpointError(
-        fmt::format("{}: not a folder; give the folder that holds config.json and the weights",
-                    folder.string()));
-  }
-  return folder;
-}
-
 Checkpoint Checkpoint::open(const fs::path& folder) {
   Checkpoint checkpoint(require_folder(folder));
   const fs::path single = folder / "model.safetensors";

@@ -70,8 +70,4 @@ class Checkpoint {
   std::unordered_map<std::string, Stored> stored_;
 };
 
-/// `folder` if it is one. Raises CheckpointNotFound where nothing is there, CheckpointError where
-/// it is a file.
-const std::filesystem::path& require_folder(const std::filesystem::path& folder);
-
 }  // namespace vlscope

@@ -1,7 +1,6 @@
 #include "core/image_processing.h"
 
-#include <algorithm>
-#include <cmath>
+#include <array>
 #include <cstring>
 #include <optional>
 
@@ -16,7 +15,6 @@ namespace vlscope {
 namespace {
 
 constexpr int64_t kChannels = 3;
-constexpr int64_t kMaxAspectRatio = 200;
 constexpr int64_t kLevels = 256;
 
 // The float32 value of each of the 256 levels, per channel.
@@ -169,153 +167,7 @@ Patches patches_of(const std::vector<Clip>& clips, const ImageOptions& options) 
   return result;
 }
 
-// A number of frames, and what it counts as where the limits are compared.
-struct Duration {
-  int64_t frames = 1;
-  int64_t counted = 1;
-};
-
-void check_aspect_ratio(ImageSize size) {
-  const auto [shorter, longer] = std::minmax(size.height, size.width);
-  if (longer <= kMaxAspectRatio * shorter) return;
-  throw InputError(
-      fmt::format("the image is {} pixels high and {} wide, an aspect ratio of {:.6g}; at most {} "
-                  "is allowed: crop or pad it",
-                  size.height, size.width,
-                  static_cast<double>(longer) / static_cast<double>(shorter), kMaxAspectRatio));
-}
-
-void check_not_empty(ImageSize size) {
-  if (size.height > 0 && size.width > 0) return;
-  throw InputError(
-      fmt::format("the image is empty: {} pixels high, {} wide", size.height, size.width));
-}
-
-// The rule that images (of one frame) and videos share.
-ImageSize fit(ImageSize size, int64_t factor, PixelLimits limits, Duration duration) {
-  check_aspect_ratio(size);
-  const double h = static_cast<double>(size.height);
-  const double w = static_cast<double>(size.width);
-  const double f = static_cast<double>(factor);
-  const double volume = static_cast<double>(duration.frames * size.height * size.width);
-  const auto blocks = [factor](double count) { return static_cast<int64_t>(count) * factor; };
-
-  // nearbyint rounds halves to even under the default rounding mode, as Python's round does.
-  const ImageSize rounded{blocks(std::nearbyint(h / f)), blocks(std::nearbyint(w / f))};
-  const int64_t counted = duration.counted * rounded.height * rounded.width;
-  if (counted > limits.max_pixels) {
-    const double beta = std::sqrt(volume / static_cast<double>(limits.max_pixels));
-    return {std::max(factor, blocks(std::floor(h / beta / f))),
-            std::max(factor, blocks(std::floor(w / beta / f)))};
-  }
-  if (counted < limits.min_pixels) {
-    const double beta = std::sqrt(static_cast<double>(limits.min_pixels) / volume);
-    return {blocks(std::ceil(h * beta / f)), blocks(std::ceil(w * beta / f))};
-  }
-  return rounded;
-}
-
-// Python's int(limits.min_pixels * 1.05): what a cap on frames never goes below.
-int64_t least_pixels(PixelLimits limits) {
-  return static_cast<int64_t>(static_cast<double>(limits.min_pixels) * 1.05);
-}
-
-ImageSize frame_bound_size(int64_t frames, ImageSize size, const VideoOptions& options) {
-  const ImageOptions& each = options.frames;
-  const int64_t factor = each.patch_size * each.merge_size;
-  PixelLimits limits = each.limits;
-  if (options.cap_pixels_per_frame) {
-    const auto total =
-        static_cast<int64_t>(static_cast<double>(options.max_video_tokens * factor * factor) * 0.9);
-    limits.max_pixels =
-        std::max(std::min(limits.max_pixels, total * each.temporal_patch_size / frames),
-                 least_pixels(limits));
-  }
-  return fit(size, factor, limits, {});
-}
-
-ImageSize volume_bound_size(int64_t frames, ImageSize size, const VideoOptions& options) {
-  const ImageOptions& each = options.frames;
-  const int64_t factor = each.patch_size * each.merge_size;
-  const int64_t depth = each.temporal_patch_size;
-  frames = std::max(frames, depth);
-  PixelLimits limits = each.limits;
-  if (options.cap_pixels_per_frame) {
-    const int64_t cap = options.max_video_tokens * factor * factor;
-    limits.max_pixels =
-        std::max(std::min(cap, limits.max_pixels / frames), least_pixels(limits)) * frames;
-  }
-  if (size.height < factor || size.width < factor) {
-    const double f = static_cast<double>(factor);
-    const double h = static_cast<double>(size.height), w = static_cast<double>(size.width);
-    const double scale = std::max(f / h, f / w);
-    size = {static_cast<int64_t>(h * scale), static_cast<int64_t>(w * scale)};
-  }
-  const double groups = static_cast<double>(frames) / static_cast<double>(depth);
-  return fit(size, factor, limits, {frames, static_cast<int64_t>(std::nearbyint(groups)) * depth});
-}
-
-// The size itself, which has to be cut without a rest.
-ImageSize unresized(ImageSize size, int64_t factor) {
-  if (size.height > 0 && size.width > 0 && size.height % factor == 0 && size.width % factor == 0) {
-    return size;
-  }
-  throw InputError(fmt::format(
-      "with do_resize off the sides have to be multiples of {} (patch_size * merge_size), got "
-      "{} high and {} wide",
-      factor, size.height, size.width));
-}
-
 }  // namespace
-
-void check_image_options(const ImageOptions& options) {
-  const auto positive = [](const char* name, int64_t value) {
-    if (value <= 0) throw InputError(fmt::format("{} has to be positive, got {}", name, value));
-  };
-  positive("patch_size", options.patch_size);
-  positive("temporal_patch_size", options.temporal_patch_size);
-  positive("merge_size", options.merge_size);
-  positive("min_pixels", options.limits.min_pixels);
-  positive("max_pixels", options.limits.max_pixels);
-  if (options.limits.min_pixels > options.limits.max_pixels) {
-    throw InputError(fmt::format("min_pixels {} is larger than max_pixels {}",
-                                 options.limits.min_pixels, options.limits.max_pixels));
-  }
-  if (!(options.rescale_factor > 0)) {
-    throw InputError(
-        fmt::format("rescale_factor has to be positive, got {}", options.rescale_factor));
-  }
-  for (const double std : options.image_std) {
-    if (std == 0) throw InputError("image_std holds a zero, by which pixels cannot be divided");
-  }
-}
-
-void check_video_options(const VideoOptions& options) {
-  check_image_options(options.frames);
-  if (options.max_video_tokens <= 0) {
-    throw InputError(
-        fmt::format("max_video_tokens has to be positive, got {}", options.max_video_tokens));
-  }
-}
-
-ImageSize smart_resize(ImageSize size, int64_t factor, PixelLimits limits) {
-  check_not_empty(size);
-  return fit(size, factor, limits, {});
-}
-
-ImageSize processed_size(ImageSize size, const ImageOptions& options) {
-  const int64_t factor = options.patch_size * options.merge_size;
-  return options.do_resize ? smart_resize(size, factor, options.limits) : unresized(size, factor);
-}
-
-ImageSize processed_video_size(int64_t frames, ImageSize size, const VideoOptions& options) {
-  const ImageOptions& each = options.frames;
-  if (frames <= 0) throw InputError("the video has no frames");
-  if (!each.do_resize) return unresized(size, each.patch_size * each.merge_size);
-  check_not_empty(size);
-  return options.bound == VideoBound::kFrame ? frame_bound_size(frames, size, options)
-                                             : volume_bound_size(frames, size, options);
-}
 
 at::Tensor resize_frames(const at::Tensor& frames, ImageSize size) {
   if (ImageSize{frames.size(2), frames.size(3)} == size) return frames;

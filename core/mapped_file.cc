@@ -61,4 +61,18 @@ MappedFile::~MappedFile() {
   if (data_ != nullptr) ::munmap(data_, size_);
 }
 
+const std::filesystem::path& require_folder(const std::filesystem::path& folder) {
+  std::error_code ignored;
+  const std::filesystem::file_status status = std::filesystem::status(folder, ignored);
+  if (!std::filesystem::exists(status)) {
+    throw CheckpointNotFound(fmt::format("{}: no such folder", folder.string()));
+  }
+  if (!std::filesystem::is_directory(status)) {
+    throw CheckpointError(
+        fmt::format("{}: not a folder; give the folder that holds config.json and the weights",
+                    folder.string()));
+  }
+  return folder;
+}
+
 }  // namespace vlscope

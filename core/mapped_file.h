@@ -33,4 +33,8 @@ class MappedFile {
   std::size_t size_;
 };
 
+/// `folder` if it is one. Raises CheckpointNotFound where nothing is there, CheckpointError where
+/// it is a file.
+const std::filesystem::path& require_folder(const std::filesystem::path& folder);
+
 }  // namespace vlscope

@@ -18,8 +18,8 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kLengthBytes = 8;
-constexpr uint64_t kMaxHeaderBytes = 100'000'000;  // the cap of the safetensors library
-constexpr std::size_t kMaxRank = 64;               // the most dimensions a torch tensor may have
+constexpr uint64_t kMaxHeaderBytes = kMaxJsonBytes;  // which is the cap of the safetensors library
+constexpr std::size_t kMaxRank = 64;                 // the most dimensions a torch tensor may have
 
 struct Dtype {
   std::string_view name;
@@ -129,8 +129,10 @@ class Entry {
 
   uint64_t bytes(const std::vector<int64_t>& shape, const Dtype& dtype) const {
     uint64_t bits = dtype.bits;
+    int64_t stride = 1;  // that of a row, which a size of 0 elsewhere does not make small
     for (const int64_t size : shape) {
-      if (__builtin_mul_overflow(bits, static_cast<uint64_t>(size), &bits)) {
+      if (__builtin_mul_overflow(bits, static_cast<uint64_t>(size), &bits) ||
+          __builtin_mul_overflow(stride, std::max<int64_t>(size, 1), &stride)) {
         fail(fmt::format("shape [{}] is too large to count", fmt::join(shape, ", ")));
       }
     }

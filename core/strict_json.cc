@@ -74,6 +74,10 @@ std::string reason(const json::exception& error) {
 }  // namespace
 
 json parse_json_object(std::string_view text) {
+  if (text.size() > kMaxJsonBytes) {
+    throw JsonError(
+        fmt::format("it has {} bytes, at most {} are read", text.size(), kMaxJsonBytes));
+  }
   try {
     Guard guard;
     json parsed = json::parse(text.begin(), text.end(), std::ref(guard));

@@ -14,6 +14,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "core/device.h"
 #include "core/errors.h"
 #include "core/text.h"
 
@@ -260,28 +261,35 @@ class Loader {
     return tensor;
   }
 
-  at::Tensor empty(const WeightSpec& spec) const {
-    return at::empty(spec.shape, at::TensorOptions(options_.device).dtype(report_.dtype));
+  at::Device device_of(const WeightSpec& spec) const {
+    return options_.device_of ? options_.device_of(spec.name) : options_.device;
+  }
+
+  Uploader& upload(at::Device device) {
+    return uploaders_.try_emplace(device.str(), device).first->second;
   }
 
   /// Experts that are stored one by one, as one tensor.
   at::Tensor stacked(const WeightSpec& spec) {
-    at::Tensor whole = empty(spec);
+    const at::Device device = device_of(spec);
+    at::Tensor whole = at::empty(spec.shape, at::TensorOptions(device).dtype(report_.dtype));
     const std::vector<Piece> parts = expert_pieces(spec);
     at::Tensor rows = whole.view({static_cast<int64_t>(parts.size()), -1, spec.shape[2]});
-    for (std::size_t i = 0; i < parts.size(); ++i) rows[i].copy_(mapped(parts[i]));
+    for (std::size_t i = 0; i < parts.size(); ++i) upload(device)(mapped(parts[i]), rows[i]);
     return whole;
   }
 
   at::Tensor whole(const WeightSpec& spec) {
     const at::Tensor tensor = mapped({spec.name, spec.shape});
+    const at::Device device = device_of(spec);
     if (!is_exchanged(spec)) {
-      return tensor.to(options_.device, report_.dtype, /*non_blocking=*/false, options_.copy);
+      if (!device.is_cpu()) return upload(device)(tensor, report_.dtype);
+      return tensor.to(report_.dtype, /*non_blocking=*/false, options_.copy);
     }
     const at::Tensor view = tensor.transpose(1, 2);
-    const bool in_place = !options_.copy && options_.device == tensor.device() &&
-                          report_.dtype == tensor.scalar_type();
-    return in_place ? view : empty(spec).copy_(view);
+    const bool in_place =
+        !options_.copy && device.is_cpu() && report_.dtype == tensor.scalar_type();
+    return in_place ? view : upload(device)(view, report_.dtype);
   }
 
   std::unordered_map<std::string_view, at::Tensor> make_tensors() {
@@ -309,6 +317,7 @@ class Loader {
   const std::vector<WeightSpec>& specs_;
   const Checkpoint& checkpoint_;
   const LoadOptions& options_;
+  std::map<std::string, Uploader> uploaders_;            // by device
   std::unordered_map<std::string, std::string> stored_;  // by canonical name
   LoadReport report_;
 };

@@ -48,6 +48,8 @@ struct LoadOptions {
   /// of the model's parameters (the widest of equals). Weights stored otherwise are converted.
   std::optional<at::ScalarType> dtype = std::nullopt;
   at::Device device = at::kCPU;
+  /// Where a weight goes, by its name; all to `device` if there is none.
+  std::function<at::Device(const std::string&)> device_of = nullptr;
   /// Copies the weights into memory even where they could be used in place, for folders whose files
   /// may be overwritten or cut short while the model lives.
   bool copy = false;

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/device.h"
+
 namespace vlscope {
 namespace {
 
@@ -20,7 +22,7 @@ at::Tensor last_tokens(const at::Tensor& attention_mask) {
 
 at::Tensor rows_at(const at::Tensor& x, const at::Tensor& index) {
   const at::Tensor batch = at::arange(x.size(0), x.options().dtype(at::kLong));
-  return x.index({batch, index.to(x.device())});
+  return x.index({batch, on_device(index, x.device())});
 }
 
 /// The last `keep` positions; all for 0.
@@ -54,6 +56,7 @@ Flow<at::Tensor> CausalLM::forward(Trace& trace, Inputs inputs) const {
 Flow<at::Tensor> CausalLM::head(Trace& trace, at::Tensor hidden, const Inputs& inputs) const {
   const std::int64_t positions = inputs.attention_mask.size(1);
   const at::Tensor last = last_tokens(inputs.attention_mask);
+  hidden = moved(hidden, lm_head.device());
   at::Tensor scores, probs;
   bool edited = trace.skips(lm_head);
   do {
@@ -76,7 +79,8 @@ Flow<at::Tensor> CausalLM::head(Trace& trace, at::Tensor hidden, const Inputs& i
 }
 
 at::Tensor CausalLM::project_on_vocab(const at::Tensor& hidden) const {
-  return lm_head.apply(final_norm().apply(hidden));
+  const Leaf& norm = final_norm();
+  return lm_head.apply(moved(norm.apply(moved(hidden, norm.device())), lm_head.device()));
 }
 
 }  // namespace vlscope

@@ -10,7 +10,6 @@
 #include <numeric>
 #include <string_view>
 
-#include "core/checkpoint.h"
 #include "core/errors.h"
 #include "core/mapped_file.h"
 #include "core/strict_json.h"
@@ -27,7 +26,10 @@ struct Range {
   int64_t high;
 };
 constexpr Range kWidth{1, 1 << 20};
-constexpr Range kCount{1, 1 << 14};  // heads, layers, patch sides
+constexpr Range kCount{1, 1 << 14};  // heads, patch sides
+// Modules and names are made of these before any weight is found missing.
+constexpr Range kBlocks{1, 1 << 10};
+constexpr Range kExperts{1, 1 << 12};
 constexpr Range kVocabulary{1, 1 << 27};
 constexpr Range kPositions{1, int64_t{1} << 40};
 constexpr Range kTokenId{0, std::numeric_limits<int32_t>::max()};
@@ -257,7 +259,7 @@ TextConfig read_qwen3_text(const Section& text, std::string_view model_type,
   config.vocab_size = text.integer("vocab_size", kVocabulary);
   config.hidden_size = text.integer("hidden_size", kWidth);
   config.intermediate_size = text.integer(width, kWidth);
-  config.num_hidden_layers = text.integer("num_hidden_layers", kCount);
+  config.num_hidden_layers = text.integer("num_hidden_layers", kBlocks);
   config.num_attention_heads = text.integer("num_attention_heads", kCount);
   config.num_key_value_heads = text.integer("num_key_value_heads", kCount);
   config.head_dim = text.integer("head_dim", kCount);
@@ -274,7 +276,7 @@ TextConfig read_qwen3_text(const Section& text, std::string_view model_type,
 MixtureConfig read_mixture(const Section& text) {
   MixtureConfig config{};
   const bool renamed = !text.has("num_experts") && text.has("num_local_experts");
-  config.num_experts = text.integer(renamed ? "num_local_experts" : "num_experts", kCount);
+  config.num_experts = text.integer(renamed ? "num_local_experts" : "num_experts", kExperts);
   config.top_k = text.integer("num_experts_per_tok", kCount);
   config.intermediate_size = text.integer("moe_intermediate_size", kWidth);
   config.sparse_step = text.integer_or("decoder_sparse_step", kCount, 1);
@@ -310,7 +312,7 @@ TextConfig read_qwen2_text(const Section& text, const std::vector<std::string_vi
   config.vocab_size = text.integer("vocab_size", kVocabulary);
   config.hidden_size = text.integer("hidden_size", kWidth);
   config.intermediate_size = text.integer("intermediate_size", kWidth);
-  config.num_hidden_layers = text.integer("num_hidden_layers", kCount);
+  config.num_hidden_layers = text.integer("num_hidden_layers", kBlocks);
   config.num_attention_heads = text.integer("num_attention_heads", kCount);
   config.num_key_value_heads = text.integer("num_key_value_heads", kCount);
   config.max_position_embeddings = text.integer_or("max_position_embeddings", kPositions, 32768);
@@ -385,7 +387,7 @@ VisionConfig read_qwen3_vision(const Section& vision,
                                const std::vector<std::string_view>& model_types) {
   VisionConfig config{};
   config.model_type = vision.choice_or_first("model_type", model_types);
-  config.depth = vision.integer("depth", kCount);
+  config.depth = vision.integer("depth", kBlocks);
   config.hidden_size = vision.integer("hidden_size", kWidth);
   config.intermediate_size = vision.integer("intermediate_size", kWidth);
   config.num_heads = vision.integer("num_heads", kCount);
@@ -408,7 +410,7 @@ VisionConfig read_qwen2_vision(const Section& vision,
                                const std::vector<std::string_view>& model_types) {
   VisionConfig config{};
   config.model_type = vision.choice_or_first("model_type", model_types);
-  config.depth = vision.integer_or("depth", kCount, 32);
+  config.depth = vision.integer_or("depth", kBlocks, 32);
   config.num_heads = vision.integer_or("num_heads", kCount, 16);
   // Files of transformers 4 spell it `in_chans`.
   config.in_channels =

@@ -1,8 +1,10 @@
 #include "models/inputs.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
@@ -11,8 +13,12 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <span>
+#include <string>
 #include <utility>
 
+#include "core/device.h"
 #include "core/errors.h"
 #include "core/text.h"
 #include "models/tail.h"
@@ -22,9 +28,24 @@ namespace {
 
 constexpr std::int64_t kNoToken = -1;
 
+/// Refuses a tensor whose numbers cannot be read one by one.
+void check_dense(const at::Tensor& tensor, const char* name) {
+  if (tensor.layout() == at::kStrided && !tensor.is_nested()) return;
+  throw InputError(fmt::format("{} is sparse or nested; give a dense tensor.", name));
+}
+
+void check_data(const at::Tensor& tensor, const char* name) {
+  if (!tensor.is_meta()) return;
+  throw InputError(fmt::format(
+      "{} is on meta, which holds shapes alone; give it on cpu or the model's device.", name));
+}
+
 /// An integer tensor as contiguous int64 on the CPU.
-at::Tensor integers(const at::Tensor& tensor, const char* name, std::int64_t dims) {
-  if (!at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
+at::Tensor integers(const at::Tensor& tensor, const char* name, std::int64_t dims,
+                    bool include_bool = false) {
+  check_dense(tensor, name);
+  check_data(tensor, name);
+  if (!at::isIntegralType(tensor.scalar_type(), include_bool)) {
     throw InputError(
         fmt::format("{} is {}; give integers.", name, dtype_text(tensor.scalar_type())));
   }
@@ -85,7 +106,7 @@ constexpr Modality kImage{"image", "pixel_values", "image_grid_thw", "an image h
 constexpr Modality kVideo{"video", "pixel_values_videos", "video_grid_thw",
                           "a video has 1 frame or more"};
 
-constexpr std::int64_t kLargestSide = 1 << 20;  // Products of three stay far from overflow.
+constexpr std::int64_t kLargestSide = 1 << 20;
 
 void check_grids(const std::vector<Grid>& grids, const VisionConfig& vision,
                  const Modality& modality) {
@@ -104,11 +125,27 @@ void check_grids(const std::vector<Grid>& grids, const VisionConfig& vision,
   }
 }
 
+bool is_pixel_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf ||
+         dtype == at::kDouble;
+}
+
+void check_finite(const at::Tensor& pixels, const Modality& modality) {
+  const auto [least, most] = at::aminmax(pixels);  // Both are NaN where any number is.
+  if (std::isfinite(least.item<double>()) && std::isfinite(most.item<double>())) return;
+  const at::Tensor first = at::isfinite(pixels).logical_not_().nonzero()[0];
+  const auto patch = first[0].item<std::int64_t>(), column = first[1].item<std::int64_t>();
+  throw InputError(fmt::format("{} holds {} at patch {}, column {}; give finite numbers.",
+                               modality.pixels, pixels[patch][column].item<double>(), patch,
+                               column));
+}
+
 void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
                   const VisionConfig& vision, const Modality& modality) {
   const std::int64_t width =
       vision.in_channels * vision.temporal_patch_size * vision.patch_size * vision.patch_size;
-  if (!at::isFloatingType(pixels.scalar_type())) {
+  check_dense(pixels, modality.pixels);
+  if (!is_pixel_dtype(pixels.scalar_type())) {
     throw InputError(fmt::format("{} is {}; give floating point, as the processor does.",
                                  modality.pixels, dtype_text(pixels.scalar_type())));
   }
@@ -118,12 +155,12 @@ void check_pixels(const at::Tensor& pixels, const std::vector<Grid>& grids,
         modality.pixels, shape_text(pixels), width, vision.in_channels, vision.temporal_patch_size,
         vision.patch_size, vision.patch_size));
   }
-  std::int64_t patches = 0;
-  for (const Grid& grid : grids) patches += grid.patches();
+  const std::int64_t patches = patches_of(grids);
   if (pixels.size(0) != patches) {
     throw InputError(fmt::format("{} has {} patches, {} counts {}.", modality.pixels,
                                  pixels.size(0), modality.grids, patches));
   }
+  if (!pixels.is_meta()) check_finite(pixels.detach(), modality);
 }
 
 /// Brings the grids to int64 and checks them and the pixels. Returns the grids.
@@ -154,19 +191,20 @@ void check_placeholders(const at::Tensor& ids, std::int64_t token, const std::ve
                         const VisionConfig& vision, const Modality& modality) {
   const auto* id = ids.const_data_ptr<std::int64_t>();
   const auto found = std::count(id, id + ids.numel(), token);
-  std::int64_t expected = 0;
-  for (const Grid& grid : grids) expected += tokens_of(grid, vision);
+  const std::int64_t merged = vision.spatial_merge_size * vision.spatial_merge_size;
+  const std::int64_t expected = patches_of(grids) / merged;
   if (found == expected) return;
   throw InputError(fmt::format(
       "input_ids holds {0} {1} tokens (id {2}), the {3} {1}(s) give {4} features. Each {1} needs "
       "its placeholder, expanded to {5}rows x columns / {6} tokens.",
       found, modality.noun, token, grids.size(), expected, &modality == &kVideo ? "frames x " : "",
-      vision.spatial_merge_size * vision.spatial_merge_size));
+      merged));
 }
 
-/// A run of image or video tokens, and how far apart in time its frames are.
+/// A run of image or video tokens, how many they are, and how far apart in time its frames are.
 struct Run {
   Grid grid;
+  std::int64_t tokens;
   std::int64_t interval;
 };
 
@@ -185,19 +223,28 @@ class Runs {
 
   std::int64_t token() const { return token_; }
 
-  /// The next run, whose tokens must stand at `start`.
-  Run take(const std::vector<std::int64_t>& ids, std::size_t start, const VisionConfig& vision) {
-    Run run{grids_.at(grid_), intervals_.empty() ? 1 : intervals_.at(grid_)};
+  /// The next run, whose tokens must stand at the start of `ids`, which is position `start` of the
+  /// prompt. `mask` is that of the same tokens.
+  Run take(std::span<const std::int64_t> ids, std::span<const std::int64_t> mask, std::size_t start,
+           const VisionConfig& vision) {
+    Run run{grids_.at(grid_), 0, intervals_.empty() ? 1 : intervals_.at(grid_)};
     if (intervals_.empty()) run.grid.frames = 1;
-    const auto length = static_cast<std::size_t>(tokens_of(run.grid, vision));
-    std::size_t end = start;
-    while (end < ids.size() && end < start + length && ids[end] == token_) ++end;
-    if (end - start < length) {
-      const bool part = &modality_ == &kVideo && intervals_.empty();
+    run.tokens = tokens_of(run.grid, vision);
+    const auto wanted = ids.first(std::min(ids.size(), static_cast<std::size_t>(run.tokens)));
+    const auto found = std::find_if(wanted.begin(), wanted.end(),
+                                    [this](std::int64_t id) { return id != token_; }) -
+                       wanted.begin();
+    if (found < run.tokens) {
       throw InputError(
-          fmt::format("{}{} {} gives {} features, but the run of {} tokens at position {} has {}.",
-                      part ? fmt::format("frame {} of ", frame_) : "", modality_.noun, grid_,
-                      length, modality_.noun, start, end - start));
+          fmt::format("{} gives {} features, but the run of {} tokens at position {} has {}.",
+                      name(), run.tokens, modality_.noun, start, found));
+    }
+    const auto hidden = std::count(mask.begin(), mask.begin() + found, 0);
+    if (hidden != 0 && hidden != found) {
+      throw InputError(fmt::format(
+          "attention_mask is 0 on {} of the {} tokens of {} at position {}; hide all of "
+          "them or none.",
+          hidden, found, name(), start));
     }
     frame_ += run.grid.frames;
     if (frame_ == grids_[grid_].frames) {
@@ -208,6 +255,13 @@ class Runs {
   }
 
  private:
+  /// What the next run is of: "image 2", "frame 0 of video 1".
+  std::string name() const {
+    const bool part = &modality_ == &kVideo && intervals_.empty();
+    return fmt::format("{}{} {}", part ? fmt::format("frame {} of ", frame_) : "", modality_.noun,
+                       grid_);
+  }
+
   const std::int64_t token_;
   const std::vector<Grid> grids_;
   const Modality& modality_;
@@ -243,8 +297,8 @@ class PositionWriter {
         images_(config.image_token_id, grids_of(inputs.image_grid_thw), kImage),
         videos_(video_runs(inputs, config)) {}
 
-  /// `ids` and `slots`: the unmasked tokens of a prompt and where their positions go.
-  void write(const std::vector<std::int64_t>& ids, const std::vector<std::int64_t>& slots,
+  /// The positions of one prompt on each axis; where it is masked, the zeros stay.
+  void write(std::span<const std::int64_t> ids, std::span<const std::int64_t> mask,
              std::int64_t* time, std::int64_t* height, std::int64_t* width) {
     const std::int64_t merge = vision_.spatial_merge_size;
     std::int64_t next = 0;
@@ -253,16 +307,20 @@ class PositionWriter {
                    : ids[i] == videos_.token() ? &videos_
                                                : nullptr;
       if (!runs) {
-        time[slots[i]] = height[slots[i]] = width[slots[i]] = next++;
+        if (mask[i] != 0) time[i] = height[i] = width[i] = next++;
         ++i;
         continue;
       }
-      const auto [grid, interval] = runs->take(ids, i, vision_);
+      const auto [grid, tokens, interval] = runs->take(ids.subspan(i), mask.subspan(i), i, vision_);
+      if (mask[i] == 0) {
+        i += static_cast<std::size_t>(tokens);
+        continue;
+      }
       const std::int64_t rows = grid.rows / merge, columns = grid.columns / merge;
-      for (std::int64_t token = 0; token < grid.frames * rows * columns; ++token, ++i) {
-        time[slots[i]] = next + token / (rows * columns) * interval;
-        height[slots[i]] = next + token / columns % rows;
-        width[slots[i]] = next + token % columns;
+      for (std::int64_t token = 0; token < tokens; ++token, ++i) {
+        time[i] = next + token / (rows * columns) * interval;
+        height[i] = next + token / columns % rows;
+        width[i] = next + token % columns;
       }
       next += std::max(rows, columns);
     }
@@ -288,6 +346,9 @@ void check_seconds(at::Tensor& seconds, const std::vector<Grid>& videos, const C
                     "each.",
                     shape_text(seconds), videos.size()));
   }
+  check_dense(seconds, "second_per_grid_ts");
+  check_data(seconds, "second_per_grid_ts");
+  if (seconds.is_complex()) throw InputError("second_per_grid_ts is complex; give real numbers.");
   seconds = seconds.cpu();
   for (std::int64_t i = 0; i < seconds.size(0); ++i) {
     const double second = seconds[i].item<double>();
@@ -349,7 +410,8 @@ Inputs checked(Inputs inputs, const Config& config) {
   if (inputs.attention_mask.dim() == 1) {
     inputs.attention_mask = inputs.attention_mask.unsqueeze(0);
   }
-  inputs.attention_mask = integers(inputs.attention_mask, "attention_mask", 2);
+  inputs.attention_mask =
+      integers(inputs.attention_mask, "attention_mask", 2, /*include_bool=*/true);
   check_mask(inputs.attention_mask, inputs.input_ids);
 
   const VisionConfig& vision = config.vision;
@@ -367,6 +429,11 @@ Inputs checked(Inputs inputs, const Config& config) {
   if (inputs.replay.tail) check_tail(*inputs.replay.tail, inputs, config);
   inputs.position_ids = mrope_positions(inputs, config);
   return inputs;
+}
+
+void check_pixels_hold_data(const Inputs& inputs) {
+  if (inputs.pixel_values.defined()) check_data(inputs.pixel_values, kImage.pixels);
+  if (inputs.pixel_values_videos.defined()) check_data(inputs.pixel_values_videos, kVideo.pixels);
 }
 
 Inputs generation_prompt(Inputs inputs, const Config& config, std::int64_t capacity) {
@@ -404,14 +471,9 @@ at::Tensor mrope_positions(const Inputs& inputs, const Config& config) {
   const auto* ids = inputs.input_ids.const_data_ptr<std::int64_t>();
   const auto* mask = inputs.attention_mask.const_data_ptr<std::int64_t>();
   PositionWriter writer(inputs, config);
-  for (std::int64_t row = 0; row < batch; ++row) {
-    std::vector<std::int64_t> tokens, slots;
-    for (std::int64_t i = row * seq; i < (row + 1) * seq; ++i) {
-      if (mask[i] == 0) continue;
-      tokens.push_back(ids[i]);
-      slots.push_back(i);
-    }
-    writer.write(tokens, slots, base, base + batch * seq, base + 2 * batch * seq);
+  for (std::int64_t row = 0; row < batch; ++row, ids += seq, mask += seq, base += seq) {
+    const auto length = static_cast<std::size_t>(seq);
+    writer.write({ids, length}, {mask, length}, base, base + batch * seq, base + 2 * batch * seq);
   }
   return positions;
 }
@@ -430,7 +492,7 @@ std::vector<at::Tensor> in_prompt_order(std::vector<at::Tensor> levels,
   const at::Tensor images = rows_of(visual.images), videos = rows_of(visual.videos);
   if (images.numel() == 0 || videos.numel() == 0) return levels;
   const at::Tensor order = at::argsort(at::cat({images, videos}));
-  for (at::Tensor& level : levels) level = level.index_select(0, order.to(level.device()));
+  for (at::Tensor& level : levels) level = level.index_select(0, on_device(order, level.device()));
   return levels;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "models/config.h"
+#include "models/grid.h"
 #include "models/recording.h"
 
 namespace vlscope {
@@ -46,16 +47,14 @@ struct Inputs {
   }
 };
 
-/// Grid of one image or video, in patches. A video has one frame for each temporal patch.
-struct Grid {
-  std::int64_t frames, rows, columns;
-  std::int64_t patches() const { return frames * rows * columns; }
-};
-
 /// Brings ids, mask and grids to int64 on the CPU, fills in a mask of ones and the positions, and
 /// checks everything against the config and against each other.
 /// @throws InputError naming what disagrees, before any compute.
 Inputs checked(Inputs inputs, const Config& config);
+
+/// Refuses pixels on the meta device, which are enough for a scan and for nothing else.
+/// @throws InputError naming them.
+void check_pixels_hold_data(const Inputs& inputs);
 
 /// The prompt of a generation: checked, with an empty cache, and with logits of the last position
 /// only.

@@ -6,7 +6,6 @@
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
-#include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <fmt/format.h>
@@ -14,16 +13,13 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/ops/norm.h"
 #include "core/ops/precision.h"
+#include "core/ops/torch_ops.h"
 
 namespace vlscope {
 
 at::Tensor in_float(const at::Tensor& x) { return x.to(ops::precise(x.scalar_type())); }
-
-at::Tensor normalised(const at::Tensor& x, double eps) {
-  const at::Tensor precise = in_float(x);
-  return precise * at::rsqrt(precise.pow(2).mean(-1, /*keepdim=*/true) + eps);
-}
 
 at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
   return weight.flatten().narrow(0, 0, 1).expand(shape);
@@ -76,7 +72,8 @@ RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double ep
 
 at::Tensor RmsNorm::apply(const at::Tensor& x) const {
   if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
-  return weight_ * normalised(x, eps_).to(x.scalar_type());
+  if (x.is_cuda()) return ops::rms_norm(x, weight_, eps_, ops::NormForm::kPlain);
+  return ops::composed_rms_norm(x, weight_, eps_);
 }
 
 ZeroCenteredRmsNorm::ZeroCenteredRmsNorm(Module* parent, std::string name, std::int64_t width,
@@ -87,8 +84,8 @@ ZeroCenteredRmsNorm::ZeroCenteredRmsNorm(Module* parent, std::string name, std::
 
 at::Tensor ZeroCenteredRmsNorm::apply(const at::Tensor& x) const {
   if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
-  const at::Tensor y = normalised(x, eps_);
-  return (y * (1.0 + weight_.to(y.scalar_type()))).to(x.scalar_type());
+  if (x.is_cuda()) return ops::rms_norm(x, weight_, eps_, ops::NormForm::kZeroCentered);
+  return ops::composed_zero_centered_rms_norm(x, weight_, eps_);
 }
 
 LayerNorm::LayerNorm(Module* parent, std::string name, std::int64_t width, double eps)

@@ -10,9 +10,6 @@ namespace vlscope {
 /// `x` in float32, for arithmetic that half precision is too coarse for. float64 stays what it is.
 at::Tensor in_float(const at::Tensor& x);
 
-/// x / sqrt(mean(x^2) + eps) along the last axis, by in_float.
-at::Tensor normalised(const at::Tensor& x, double eps);
-
 /// A tensor of this shape without room for it: every element is the first of `weight`. Has its
 /// dtype and device.
 at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape);
@@ -24,6 +21,8 @@ class Leaf : public Module {
   Flow<at::Tensor> operator()(Trace& trace, at::Tensor x) const;
   /// The arithmetic alone, watched by nobody.
   virtual at::Tensor apply(const at::Tensor& x) const = 0;
+  /// Where its weights are; it must have some.
+  at::Device device() const { return parameters().front().tensor->device(); }
 };
 
 /// y = x W^T + b, with W `[out, in]`.

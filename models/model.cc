@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zero.h>
+#include <c10/core/InferenceMode.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -10,6 +11,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "core/device.h"
 #include "core/errors.h"
 #include "core/logging.h"
 #include "core/text.h"
@@ -134,9 +136,28 @@ std::vector<WeightSpec> Model::weights() const {
 LoadReport Model::load(const Checkpoint& checkpoint, const LoadOptions& options) {
   LoadReport report = load_weights(weights(), checkpoint, options);
   loaded_ = true;
+  note_weights();
+  return report;
+}
+
+void Model::to(at::Device device) {
+  const c10::InferenceMode off(false);  // A weight needs a version counter.
+  Uploader upload(device);
+  // A tied head and its embedding are one tensor, and stay one.
+  std::unordered_map<const c10::TensorImpl*, at::Tensor> there;
+  for (const at::Tensor* weight : weights_) {
+    at::Tensor& moved_weight = there[weight->unsafeGetTensorImpl()];
+    if (moved_weight.defined()) continue;
+    const bool uploads = weight->is_cpu() && !device.is_cpu();
+    moved_weight = uploads ? upload(*weight, weight->scalar_type()) : weight->to(device);
+  }
+  for (at::Tensor* weight : weights_) *weight = there.at(weight->unsafeGetTensorImpl());
+  note_weights();
+}
+
+void Model::note_weights() {
   weight_versions_.clear();
   for (const at::Tensor* weight : weights_) weight_versions_.push_back(weight->_version());
-  return report;
 }
 
 at::Device Model::device() const { return weights_.front()->device(); }
@@ -162,7 +183,6 @@ void Model::note_weight_edits() {
 std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
   Trace::Options options;
-  options.batch = inputs.input_ids.size(0);
   options.later_step = inputs.cache && inputs.past() > 0;
   options.images = inputs.pixel_values.defined();
   options.videos = inputs.pixel_values_videos.defined();
@@ -181,7 +201,9 @@ std::unique_ptr<Trace> Model::trace(Inputs inputs) {
     const std::vector<at::Tensor>& levels = recorded->vision.deepstack;
     options.foreign.insert(options.foreign.end(), levels.begin(), levels.end());
   }
+  check_pixels_hold_data(inputs);
   inputs = checked(std::move(inputs), config());
+  options.batch = inputs.input_ids.size(0);
   if (inputs.replay.tail) {
     options.batch = inputs.replay.tail->copies;
     options.start = &root_->tail_start();

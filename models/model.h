@@ -32,6 +32,8 @@ class Model : public std::enable_shared_from_this<Model> {
   /// Fills every weight from the checkpoint; see load_weights.
   LoadReport load(const Checkpoint& checkpoint, const LoadOptions& options);
   bool loaded() const { return loaded_; }
+  /// Moves every weight to one device. No trace may be open.
+  void to(at::Device device);
 
   const Config& config() const { return root_->config(); }
   const Tree& tree() const { return *tree_; }
@@ -68,6 +70,8 @@ class Model : public std::enable_shared_from_this<Model> {
   Flow<at::Tensor> run(Trace& trace, Inputs inputs);
   void list(Inputs inputs, const Trace::Visitor& visitor) const;
   void note_weight_edits();
+  /// What the weights hold now is what they are to be compared with.
+  void note_weights();
 
   std::unique_ptr<CausalLM> root_;
   std::shared_ptr<Tree> tree_;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/device.h"
+
 namespace vlscope {
 
 Qwen25VLVision::Qwen25VLVision(Module* parent, std::string name, const VisionConfig& config,
@@ -31,7 +33,7 @@ bool Qwen25VLVision::sees_whole_frame(std::size_t block) const {
 at::Tensor Qwen25VLVision::in_window_order(const at::Tensor& rows,
                                            const WindowLayout& windows) const {
   const at::Tensor tokens = rows.reshape({rows.size(0) / (merge_ * merge_), merge_ * merge_, -1});
-  return tokens.index({windows.order.to(rows.device())}).reshape({rows.size(0), -1});
+  return tokens.index({on_device(windows.order, rows.device())}).reshape({rows.size(0), -1});
 }
 
 Flow<VisionFeatures> Qwen25VLVision::operator()(Trace& trace, at::Tensor pixels,
@@ -46,7 +48,7 @@ Flow<VisionFeatures> Qwen25VLVision::operator()(Trace& trace, at::Tensor pixels,
   at::Tensor x = co_await patch_embed(trace, std::move(pixels));
   x = in_window_order(x, windows);
   VisionContext frames{layout.cu_seqlens, {}, {}, {}, &layout.segments};
-  at::Tensor coordinates = layout.coordinates.to(device);
+  at::Tensor coordinates = on_device(layout.coordinates, device);
   frames = co_await rotary_pos_emb(trace, x, std::move(coordinates), frames);
   frames.cos = in_window_order(frames.cos, windows);
   frames.sin = in_window_order(frames.sin, windows);
@@ -58,7 +60,7 @@ Flow<VisionFeatures> Qwen25VLVision::operator()(Trace& trace, at::Tensor pixels,
     x = co_await (*blocks[i])(trace, std::move(x), sees_whole_frame(i) ? frames : within_windows);
   }
   features.merged = co_await merger(trace, x);
-  features.merged = features.merged.index({windows.places.to(device)});
+  features.merged = features.merged.index({on_device(windows.places, device)});
   x = beyond_its_reader(x);
   co_await trace.at(output, x, features.merged);
   co_return features;

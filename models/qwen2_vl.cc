@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "core/device.h"
+
 namespace vlscope {
 
 Qwen2VLVision::Qwen2VLVision(Module* parent, std::string name, const VisionConfig& config,
@@ -24,7 +26,7 @@ Flow<VisionFeatures> Qwen2VLVision::operator()(Trace& trace, at::Tensor pixels,
   VisionFeatures features;
   co_await trace.at(input, pixels, grid_thw);
   const VisionLayout layout = vision_layout(grids_of(grid_thw), merge_);
-  at::Tensor coordinates = layout.coordinates.to(pixels.device());
+  at::Tensor coordinates = on_device(layout.coordinates, pixels.device());
 
   at::Tensor x = co_await patch_embed(trace, std::move(pixels));
   VisionContext context{layout.cu_seqlens, {}, {}, {}, &layout.segments};

@@ -7,6 +7,8 @@
 #include <cmath>
 #include <utility>
 
+#include "core/device.h"
+
 namespace vlscope {
 namespace {
 
@@ -44,9 +46,9 @@ Flow<at::Tensor> Qwen3VLVision::embed(Trace& trace, at::Tensor pixels,
   const at::Device device = pixels.device();
   at::Tensor x = co_await patch_embed(trace, std::move(pixels));
   const PositionBlend blend = position_blend(grids, merge_, table_side_);
-  at::Tensor positions = blend.taps.to(device);
+  at::Tensor positions = on_device(blend.taps, device);
   positions = co_await pos_embed(trace, std::move(positions));
-  positions = (positions * blend.weights.to(device).unsqueeze(-1)).sum(1);
+  positions = (positions * on_device(blend.weights, device).unsqueeze(-1)).sum(1);
   co_return x + positions.to(x.scalar_type());
 }
 
@@ -60,7 +62,7 @@ Flow<VisionFeatures> Qwen3VLVision::operator()(Trace& trace, at::Tensor pixels,
 
   at::Tensor x = co_await embed(trace, std::move(pixels), grids);
   VisionContext context{layout.cu_seqlens, {}, {}, {}, &layout.segments};
-  at::Tensor coordinates = layout.coordinates.to(device);
+  at::Tensor coordinates = on_device(layout.coordinates, device);
   context = co_await rotary_pos_emb(trace, x, std::move(coordinates), context);
 
   for (std::size_t i = 0; i < blocks.size(); ++i) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "core/device.h"
 #include "core/errors.h"
 
 namespace vlscope {
@@ -71,14 +72,14 @@ TextModel::Input tail_of(const Inputs& inputs, const Config& config, bool deepst
   in.inputs_embeds = in.replay.from->streams.front().clone(at::MemoryFormat::Contiguous);
   const at::Device device = in.inputs_embeds.device();
   in.attention_mask = inputs.attention_mask.expand({tail.copies, -1});
-  in.position_ids = rows(inputs.position_ids, tail, 1, 2).to(device);
+  in.position_ids = on_device(rows(inputs.position_ids, tail, 1, 2), device);
   if (tail.first > 0) in.before = recorded.keys;
   if (!deepstack || recorded.vision.deepstack.empty()) return in;
 
   const VisualTokens visual = visual_tokens(inputs, config);
   const std::int64_t passed = visual.mask.narrow(1, 0, tail.first).sum().item<std::int64_t>();
   in.visual_pos_masks = rows(visual.mask, tail, 0, 1).contiguous();
-  in.visual_rows = rows_of(in.visual_pos_masks).to(device);
+  in.visual_rows = on_device(rows_of(in.visual_pos_masks), device);
   for (const at::Tensor& level : in_prompt_order(recorded.vision.deepstack, visual)) {
     const at::Tensor left = level.narrow(0, passed, level.size(0) - passed);
     in.deepstack.push_back(left.repeat({tail.copies, 1}));

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "core/device.h"
 #include "models/tail.h"
 
 namespace vlscope {
@@ -54,7 +55,7 @@ Flow<TextModel::Input> VisionLanguageModel::embed(Trace& trace, Inputs& inputs) 
   VisualTokens visual = visual_tokens(inputs, config());
   co_await trace.at(model.visual->image_token_mask, visual.images, visual.videos, visual.mask);
 
-  at::Tensor ids = inputs.input_ids.to(device);
+  at::Tensor ids = on_device(inputs.input_ids, device);
   TextModel::Input in;
   in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
   if (inputs.pixel_values.defined() || inputs.pixel_values_videos.defined()) {
@@ -62,7 +63,7 @@ Flow<TextModel::Input> VisionLanguageModel::embed(Trace& trace, Inputs& inputs) 
     in = co_await see(trace, inputs, std::move(in));
   }
   in.attention_mask = inputs.attention_mask;
-  in.position_ids = inputs.position_ids.to(device);
+  in.position_ids = on_device(inputs.position_ids, device);
   in.replay = inputs.replay;
   in.cache = inputs.cache.get();
   co_return in;
@@ -76,7 +77,7 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
     features = inputs.replay.from->vision;
   } else {
     at::Tensor pixels = joined(inputs.pixel_values, inputs.pixel_values_videos);
-    pixels = pixels.to(device, in.inputs_embeds.scalar_type());
+    pixels = on_device(pixels, device).to(in.inputs_embeds.scalar_type());
     at::Tensor grids = joined(inputs.image_grid_thw, inputs.video_grid_thw);
     features = co_await (*model.visual)(trace, std::move(pixels), std::move(grids));
   }
@@ -92,10 +93,11 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
   }
   co_await trace.at(model.visual->image_features, images, videos);
   for (const auto& [rows, part] : {std::pair(image_rows, images), std::pair(video_rows, videos)}) {
-    if (part.defined()) in.inputs_embeds = put_rows(in.inputs_embeds, rows.to(device), part);
+    if (part.defined())
+      in.inputs_embeds = put_rows(in.inputs_embeds, on_device(rows, device), part);
   }
   if (!in.visual_pos_masks.defined()) co_return in;
-  in.visual_rows = rows_of(in.visual_pos_masks).to(device);
+  in.visual_rows = on_device(rows_of(in.visual_pos_masks), device);
   // The text model takes the rows as the prompt has them.
   in.deepstack = in_prompt_order(std::move(features.deepstack), visual);
   if (!model.visual->deepstack_levels()) in.visual_pos_masks = at::Tensor();

@@ -9,6 +9,7 @@ def cc_tests(deps, data = []):
             data = data,
             deps = deps + [
                 "//third_party:gtest",
+                "//tools/sanitizers:suppressions",
                 "@python_torch//:torch_rpath",
             ],
         )

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tiny
-from parity.cases import CASES, Spelling
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,7 +31,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="session")
 def reference_model(checkpoint):
     """reference_model(name, attn_implementation): transformers' model."""
-    from parity import reference
+    from vlscope.verify import reference
 
     return functools.cache(lambda name, attention: reference.load(checkpoint(name), attention))
 
@@ -40,6 +39,7 @@ def reference_model(checkpoint):
 @pytest.fixture(scope="session")
 def inputs(checkpoint):
     """inputs(name, case): the tensors of a case for a checkpoint."""
+    from vlscope.verify.prompts import CASES, Spelling
 
     @functools.cache
     def make(name, case):
@@ -52,7 +52,7 @@ def inputs(checkpoint):
 @pytest.fixture(scope="session")
 def reference_run(reference_model, inputs):
     """reference_run(name, attention, case): everything transformers did on a case."""
-    from parity import reference
+    from vlscope.verify import reference
 
     @functools.cache
     def run(name, attention, case):

@@ -6,7 +6,7 @@ import torch
 
 import tiny
 import vlscope
-from parity import reference
+from vlscope.verify import reference
 
 NEW = 8
 
@@ -311,7 +311,7 @@ def test_a_block_skipped_on_every_step_is_not_computed_and_one_skipped_once_is_r
 
 def test_an_edit_of_an_earlier_steps_tensor_is_late(model, text):
     with (
-        pytest.raises(vlscope.LateEditError, match=r"layers\.1\.layer_output was edited after"),
+        pytest.raises(vlscope.LateEditError, match=r"layers\.1\.layer_output of step 0 was edited after"),
         model.generate(**text, max_new_tokens=3, eos_token_id=[]) as tracer,
     ):
         for step in tracer.iter[:]:

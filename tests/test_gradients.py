@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import vlscope
-from parity import reference
 from sites import difference, each, read, write
+from vlscope.verify import reference
 
 NAME = "dense"
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders in every form they come in: shards, prefixes, config spellings, dtypes, ties."""
+"""Checkpoint folders: ties, sizes, dtypes, options. What is wrong in them: `tests/cases/test_loading.py`."""
 
 import json
 import shutil
@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 import vlscope
-from vlscope import CheckpointError, ConfigError
+from checkpoint_folders import configure, store
+from vlscope import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -38,120 +39,7 @@ def folder(checkpoint, tmp_path):
     return shutil.copytree(checkpoint("dense"), tmp_path / "a model \u00e9")
 
 
-def store(folder, tensors):
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-
-
-def shard(folder, tensors, parts=3):
-    """Writes `tensors` as `parts` files with an index."""
-    (folder / "model.safetensors").unlink()
-    files = [f"model-{i + 1:05}-of-{parts:05}.safetensors" for i in range(parts)]
-    where = {name: files[i % parts] for i, name in enumerate(sorted(tensors))}
-    for file in files:
-        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
-    total = sum(t.nbytes for t in tensors.values())
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": where})
-    )
-    return files, where
-
-
-def configure(folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-# --- files ------------------------------------------------------------------------------------------------------
-
-
-def test_a_path_with_spaces_and_accents_as_string_or_path(folder, loads_equal):
-    loads_equal(folder)
-    loads_equal(str(folder))
-
-
-def test_shards_with_an_index_are_the_same_model(folder, weights, loads_equal):
-    shard(folder, weights)
-    loads_equal(folder)
-
-
-def test_a_missing_shard_is_named_with_the_tensors_it_held(folder, weights):
-    files, where = shard(folder, weights)
-    (folder / files[1]).unlink()
-    held = sum(file == files[1] for file in where.values())
-    with pytest.raises(CheckpointError, match=rf"(?s){files[1]}.*\b{held}\b"):
-        vlscope.load(folder)
-
-
-def test_shards_without_an_index_are_read_whole_or_refused(folder, weights, loads_equal):
-    files, _ = shard(folder, weights)
-    (folder / "model.safetensors.index.json").unlink()
-    try:
-        loads_equal(folder)
-    except CheckpointError as error:
-        assert "index" in str(error)
-        return
-    (folder / files[2]).unlink()
-    with pytest.raises(CheckpointError):
-        vlscope.load(folder)
-
-
-@pytest.mark.parametrize(
-    "removed",
-    ["model.language_model.layers.1.self_attn.k_norm.weight", "lm_head.weight", "model.visual.pos_embed.weight"],
-)
-def test_a_missing_tensor_is_named(folder, weights, removed):
-    store(folder, {name: t for name, t in weights.items() if name != removed})
-    with pytest.raises(CheckpointError, match=removed.replace(".", r"\.")):
-        vlscope.load(folder)
-
-
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder, weights):
-    name = "model.language_model.layers.2.self_attn.q_proj.weight"
-    store(folder, {**weights, name: weights[name][:48]})
-    with pytest.raises(CheckpointError, match=r"(?s)layers\.2\.self_attn\.q_proj\.weight") as caught:
-        vlscope.load(folder)
-    assert "48, 48" in str(caught.value) and "64, 48" in str(caught.value)
-
-
-def test_tensors_that_nothing_needs_are_listed_once_and_ignored(folder, weights, loads_equal, caplog):
-    store(folder, {**weights, "foo.bar": torch.zeros(2), "model.language_model.rotary_emb.inv_freq": torch.zeros(8)})
-    with caplog.at_level("INFO", logger="vlscope"):
-        loads_equal(folder)
-    assert caplog.text.count("foo.bar") == 1 and "inv_freq" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "extra, dtype",
-    [
-        ("q_proj.weight_scale_inv", torch.float32),
-        ("q_proj.weight", torch.uint8),
-        ("q_proj.weight", torch.float8_e4m3fn),
-    ],
-)
-def test_packed_weights_are_refused(folder, weights, extra, dtype):
-    at = "model.language_model.layers.0.self_attn."
-    shape = weights[at + "q_proj.weight"]
-    store(folder, {**weights, at + extra: torch.ones_like(shape).to(dtype)})
-    with pytest.raises(CheckpointError, match="q_proj"):
-        vlscope.load(folder)
-
-
-def test_a_quantised_config_is_refused(folder):
-    configure(folder, lambda config: config.update(quantization_config={"quant_method": "fp8"}))
-    with pytest.raises(ConfigError, match="fp8"):
-        vlscope.load(folder)
-
-
-def test_weights_are_mapped_and_outlive_the_file(folder, weights, inputs, logits):
-    model = vlscope.load(folder)
-    assert torch.equal(model(**inputs("dense", "one_image")).logits, logits)
-    (folder / "other").mkdir()
-    save_file({name: t * 2 for name, t in weights.items()}, folder / "other" / "model.safetensors")
-    (folder / "other" / "model.safetensors").rename(folder / "model.safetensors")
-    assert torch.equal(model(**inputs("dense", "one_image")).logits, logits)
-    (folder / "model.safetensors").unlink()
-    assert torch.equal(model(**inputs("dense", "one_image")).logits, logits)
+# --- weights ----------------------------------------------------------------------------------------------------
 
 
 def test_a_weight_edit_stays_in_this_process(folder, weights, inputs, logits):
@@ -162,45 +50,7 @@ def test_a_weight_edit_stays_in_this_process(folder, weights, inputs, logits):
     assert torch.equal(vlscope.load(folder)(**inputs("dense", "one_image")).logits, logits)
 
 
-# --- names ------------------------------------------------------------------------------------------------------
-
-
-def old(name):
-    return name.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
-
-
-def test_old_prefixes_are_the_same_model(folder, weights, loads_equal):
-    store(folder, {old(name): t for name, t in weights.items()})
-    loads_equal(folder)
-
-
-def test_old_and_new_prefixes_may_mix(folder, weights, loads_equal):
-    store(folder, {(old(name) if i % 2 else name): t for i, (name, t) in enumerate(sorted(weights.items()))})
-    loads_equal(folder)
-
-
-def test_two_stored_names_for_one_place_are_refused(folder, weights):
-    name = "model.language_model.layers.0.mlp.up_proj.weight"
-    store(folder, {**weights, old(name): weights[name].clone()})
-    with pytest.raises(CheckpointError) as caught:
-        vlscope.load(folder)
-    assert name in str(caught.value) and old(name) in str(caught.value)
-
-
-def test_a_wrapper_prefix_works_or_is_named(folder, weights, loads_equal):
-    store(folder, {f"base_model.{name}": t for name, t in weights.items()})
-    try:
-        loads_equal(folder)
-    except CheckpointError as error:
-        assert "base_model." in str(error)
-
-
 # --- ties -------------------------------------------------------------------------------------------------------
-
-
-def test_a_tied_head_is_the_embedding_itself(vlscope_model):
-    model = vlscope_model("two_layers")
-    assert model.lm_head.weight.data_ptr() == model.embed_tokens.weight.data_ptr()
 
 
 def test_the_top_level_flag_ties_the_head(folder, weights, inputs):
@@ -224,35 +74,6 @@ def test_a_stored_head_wins_over_the_flag(folder, loads_equal):
 
 
 # --- configs ----------------------------------------------------------------------------------------------------
-
-
-def to_v4(config, key="rope_type"):
-    text = config["text_config"]
-    rope = text.pop("rope_parameters")
-    text["rope_theta"] = rope["rope_theta"]
-    text["rope_scaling"] = {"mrope_section": rope["mrope_section"], "mrope_interleaved": True, key: "default"}
-    config["torch_dtype"] = config.pop("dtype")
-    config["vision_config"].pop("rope_parameters", None)
-    config["vision_config"]["model_type"] = "qwen3_vl"
-
-
-def test_the_v4_spelling_of_a_config_is_the_same_model(folder, loads_equal):
-    configure(folder, to_v4)
-    loads_equal(folder)
-
-
-@pytest.mark.parametrize("kind", ["default", "mrope"])
-def test_rope_scaling_may_say_type(folder, loads_equal, kind):
-    configure(
-        folder, lambda config: (to_v4(config, key="type"), config["text_config"]["rope_scaling"].update(type=kind))
-    )
-    loads_equal(folder)
-
-
-def test_a_config_without_rope_settings_is_refused_where_defaults_do_not_fit(folder):
-    configure(folder, lambda config: config["text_config"].pop("rope_parameters"))
-    with pytest.raises(ConfigError, match="mrope_section|rope"):
-        vlscope.load(folder)
 
 
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
@@ -280,24 +101,6 @@ def test_a_missing_or_impossible_size_is_named(folder, part, key):
 # --- options ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_every_value_has_the_dtype_asked_for(folder, dtype, inputs):
-    model = vlscope.load(folder, dtype=dtype)
-    with model.trace(**inputs("dense", "one_image")):
-        for value in (
-            model.token_embeddings,
-            model.vision.patch_embeddings,
-            model.vision.layers[1].layer_output,
-            model.vision.image_features,
-            model.layers[0].self_attn.attention_queries,
-            model.layers[0].layer_output,
-            model.layers[0].deepstack_output,
-            model.layers[1].input,
-            model.logits,
-        ):
-            assert value.dtype == dtype and value.isfinite().all()
-
-
 def test_the_stored_dtype_is_kept_and_another_converts(tmp_path, inputs, logits):
     half = tiny.build("dense", tmp_path / "half", dtype=torch.bfloat16)
     assert vlscope.load(half)(**inputs("dense", "text")).logits.dtype == torch.bfloat16
@@ -305,14 +108,6 @@ def test_the_stored_dtype_is_kept_and_another_converts(tmp_path, inputs, logits)
     converted = widened(**inputs("dense", "one_image")).logits
     assert converted.dtype == torch.float32
     assert 0 < (converted - logits).abs().max() < 0.2
-
-
-def test_mixed_dtypes_are_converted_to_one(folder, weights, inputs):
-    mixed = {name: t if "norm" in name else t.bfloat16() for name, t in weights.items()}
-    store(folder, mixed)
-    model = vlscope.load(folder, dtype=torch.bfloat16)
-    assert model.layers[0].input_layernorm.weight.dtype == torch.bfloat16
-    assert model(**inputs("dense", "text")).logits.dtype == torch.bfloat16
 
 
 def test_without_dispatch_the_tree_stands_and_weights_come_with_the_first_trace(folder, inputs, logits):
@@ -327,15 +122,6 @@ def test_dispatch_loads_at_once(folder, loads_equal, inputs, logits):
     model = vlscope.load(folder, dispatch=False)
     model.dispatch()
     assert model.dispatched and torch.equal(model(**inputs("dense", "one_image")).logits, logits)
-
-
-def test_tokenizer_files_are_only_needed_for_text(folder, inputs, logits):
-    for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt"):
-        (folder / name).unlink()
-    model = vlscope.load(folder)
-    assert torch.equal(model(**inputs("dense", "one_image")).logits, logits)
-    with pytest.raises(vlscope.VlscopeError, match="tokenizer"):
-        model("text")
 
 
 def test_both_entry_points_are_one_class(folder):

@@ -140,14 +140,19 @@ def test_what_cannot_be_swept_is_refused_before_anything_runs(model):
     refused = [
         ({"site": "layer_outputs"}, vlscope.UnknownSite, "layer_outputs"),
         ({"site": "vision.image_features"}, vlscope.NotReachedError, "image_features"),
-        ({"site": "next_token_probs"}, vlscope.InputError, "batch, vocab_size"),
+        ({"site": "next_token_probs", "metric": probe}, vlscope.InputError, "batch, vocab_size"),
         ({"positions": [5]}, vlscope.InputError, "seq 5 .*5, 0 to 4"),
         ({"positions": [torch.ones(3, dtype=torch.bool)]}, vlscope.InputError, r"\[3\].* 5 "),
         ({"axis": "heads"}, vlscope.InputError, "heads"),
         ({"metric": (" Paris is", " Rome")}, vlscope.InputError, "2 tokens"),
         ({"metric": " Paris"}, vlscope.InputError, "two tokens"),
         ({"metric": lambda logits: logits[0, -1]}, vlscope.InputError, "one number"),
-        ({"corrupted": [ITALY, ITALY]}, vlscope.InputError, "2 prompts"),
+        ({"corrupted": [ITALY, ITALY]}, vlscope.InputError, "1 clean prompts and 2 corrupted"),
+        ({"corrupted": [ITALY, "Two"]}, vlscope.InputError, "have 5, 1 tokens"),
+        ({"metric": [PAIR, PAIR]}, vlscope.InputError, "2 pairs of tokens, and there are 1 prompts"),
+        ({"metric": [PAIR, " Rome"]}, vlscope.InputError, "two tokens"),
+        ({"site": "self_attn.q_proj.output"}, vlscope.InputError, "axis by its number"),
+        ({"site": "self_attn.q_proj.output", "axis": 3}, vlscope.InputError, "axis 3 .* 3 axes, 0 to 2"),
     ]
     for change, error, words in refused:
         given = {"clean": FRANCE, "corrupted": ITALY, "metric": PAIR, **change}
@@ -160,16 +165,144 @@ def test_a_sweep_shows_no_bar_where_stderr_is_no_terminal(model, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_value_of_several_tensors_is_refused(model):
-    red, site = with_image("red"), "vision.layers.*.self_attn.image_attention_probabilities"
-    for run in (
-        lambda: patching.sweep(model, red, red, site, metric=PAIR),
-        lambda: patching.attribution(model, red, red, site, metric=PAIR),
-        lambda: patching.mean(model, [red], site),
-        lambda: logits_with(model, red, lambda tracer: patching.replace(tracer, site, patching.zero)),
+IMAGES = "self_attn.image_attention_probabilities"
+
+
+def two_images(color):
+    return {"prompt": "What?", "images": [picture(color, size=(96, 64)), picture("green", size=(128, 96))]}
+
+
+def test_heads_of_the_patterns_of_each_image_are_swept_together(model):
+    red, blue = two_images("red"), two_images("blue")
+    got = patching.sweep(model, red, blue, f"vision.layers.*.{IMAGES}", axis="heads", metric=probe)
+    assert got.values.shape == (4, model.vision.num_heads) and got.axis == "heads"
+    with model.trace(**red):
+        donor = model.vision.layers[2].self_attn.image_attention_probabilities.save()
+    assert len(donor) == 2
+    with model.trace(**blue):
+        for pattern, new in zip(model.vision.layers[2].self_attn.image_attention_probabilities, donor):
+            pattern[1] = new[1]
+        assert got.values[2, 1] == probe(model.logits).item()
+    itself = patching.sweep(model, blue, blue, f"vision.layers.*.{IMAGES}", axis="heads", metric=probe)
+    assert itself.values.eq(itself.corrupted).all()
+
+
+def test_the_patterns_of_each_image_are_replaced_by_those_of_another_run_or_by_a_function(model):
+    red, blue, site = two_images("red"), two_images("blue"), f"vision.layers.1.{IMAGES}"
+    donor = patching.collect(model, red, site)
+    seen = []
+
+    def by_hand(tracer):
+        tracer.vision.layers[1].self_attn.image_attention_probabilities = donor[site]
+
+    def uniform(value, name):
+        seen.append(name)
+        return torch.full_like(value, 1 / value.shape[-1])
+
+    replaced = logits_with(model, blue, lambda tracer: patching.replace(tracer, site, donor))
+    assert torch.equal(replaced, logits_with(model, blue, by_hand))
+    logits_with(model, blue, lambda tracer: patching.replace(tracer, site, uniform, query=[0, 3]))
+    assert seen == [f"{site}.0", f"{site}.1"]
+
+
+def test_what_is_several_tensors_is_refused_where_they_are_no_columns_of_one_table(model):
+    red, site = two_images("red"), f"vision.layers.*.{IMAGES}"
+    one = patching.collect(model, with_image("red"), f"vision.layers.0.{IMAGES}")
+    for words, run in (
+        ("there are 24 and 48 along axis 1", lambda: patching.sweep(model, red, red, site, metric=PAIR)),
+        ("there are 24 and 48 along axis 1", lambda: patching.attribution(model, red, red, site, metric=PAIR)),
+        ("several tensors", lambda: patching.mean(model, [red], site)),
+        ("2 tensors here.* is 1", lambda: logits_with(model, red, lambda t: patching.replace(t, [*one][0], one))),
     ):
-        with pytest.raises(vlscope.InputError, match="not one tensor"):
+        with pytest.raises(vlscope.InputError, match=words):
             run()
+
+
+def test_a_native_site_is_swept_along_an_axis_by_its_number(model):
+    """v_proj's output is the values before they are parted into heads."""
+    native = patching.sweep(model, FRANCE, ITALY, "self_attn.v_proj.output", axis=1, metric=probe)
+    named = patching.sweep(model, FRANCE, ITALY, "self_attn.attention_values", metric=probe)
+    assert native.axis == "1" and native.tokens == ("0", "1", "2", "3", "4")
+    assert torch.equal(native.values, named.values) and native.values.ne(native.corrupted).any()
+    estimates = [
+        patching.attribution(model, FRANCE, ITALY, site, axis=axis, metric=probe).values
+        for site, axis in (("self_attn.v_proj.output", -2), ("self_attn.attention_values", None))
+    ]
+    torch.testing.assert_close(*estimates)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------
+
+SPAIN, JAPAN = "The capital of Spain is", "The capital of Japan is"
+PAIRS = [PAIR, (" Madrid", " Tokyo")]
+
+
+def halves(run, pairs=PAIRS):
+    """What `run(clean, corrupted, metric)` gives for each of two pairs of prompts, and for both in a batch."""
+    first, second = run(FRANCE, ITALY, pairs[0]), run(SPAIN, JAPAN, pairs[1])
+    return first, second, run([FRANCE, SPAIN], [ITALY, JAPAN], pairs)
+
+
+def test_a_sweep_of_a_batch_is_the_mean_of_the_sweeps_of_its_prompts(model):
+    def run(clean, corrupted, metric):
+        return patching.sweep(model, clean, corrupted, layers=[0, 4], metric=metric)
+
+    first, second, both = halves(run)
+    torch.testing.assert_close(both.values, (first.values + second.values) / 2, rtol=1e-4, atol=1e-4)
+    assert both.clean == pytest.approx((first.clean + second.clean) / 2, rel=1e-4)
+    assert first.tokens == ("The", " capital", " of", " Italy", " is")
+    assert both.tokens == ("The", " capital", " of", "3", " is")  # Italy in one, Japan in the other
+    same = halves(run, [PAIR, PAIR])[2]
+    one = patching.sweep(model, [FRANCE, SPAIN], [ITALY, JAPAN], layers=[0, 4], metric=PAIR)
+    assert torch.equal(one.values, same.values)
+
+
+def test_all_rows_are_run_of_a_batch_and_along_an_axis_by_its_number(model):
+    given = {"layers": 4, "metric": PAIR}
+    batch = patching.sweep(model, [FRANCE, SPAIN], [ITALY, JAPAN], rows="affected", **given)
+    numbered = patching.sweep(model, FRANCE, ITALY, rows="affected", axis=1, **given)
+    assert batch.rows == numbered.rows == "all"
+    assert torch.equal(batch.values, patching.sweep(model, [FRANCE, SPAIN], [ITALY, JAPAN], **given).values)
+    assert torch.equal(numbered.values, patching.sweep(model, FRANCE, ITALY, **given).values)
+
+
+def test_an_attribution_of_a_batch_is_the_mean_of_those_of_its_prompts(model):
+    first, second, both = halves(lambda *prompts: patching.attribution(model, *prompts[:2], metric=prompts[2]))
+    torch.testing.assert_close(both.values, (first.values + second.values) / 2, rtol=1e-3, atol=1e-4)
+
+
+def test_a_path_in_a_batch_is_the_mean_of_the_paths_of_its_prompts(model):
+    def run(clean, corrupted, metric):
+        ends = "layers.1.mlp.mlp_output", "layers.4.self_attn.attention_values"
+        return patching.path(model, clean, corrupted, *ends, metric=metric, sender_at={"seq": -1}, receiver_at={2: -1})
+
+    first, second, both = halves(run)
+    assert both == pytest.approx((first + second) / 2, rel=1e-4)
+
+
+def test_an_ablation_of_a_batch_with_images_takes_a_metric_of_all_its_logits(model):
+    def of_both(logits):
+        return probe(logits[:1]) + probe(logits[1:])
+
+    batch = [with_image("red"), with_image("blue")]
+    got = patching.ablate(model, batch, patching.zero, "mlp.mlp_output", positions=[-1], metric=of_both)
+    alone = [
+        patching.ablate(model, prompt, patching.zero, "mlp.mlp_output", positions=[-1], metric=probe)
+        for prompt in batch
+    ]
+    torch.testing.assert_close(got.values, alone[0].values + alone[1].values, rtol=1e-4, atol=1e-4)
+    features = patching.ablate(model, batch, patching.zero, "vision.image_features", metric=of_both)
+    assert features.values.shape == (1, 12)  # the image tokens of the whole batch
+
+
+def test_the_mean_of_several_prompts_is_put_into_each_prompt_of_a_batch(model):
+    means = patching.mean(model, [FRANCE, ITALY], "mlp.mlp_output")
+    got = patching.ablate(model, [SPAIN, JAPAN], means, "mlp.mlp_output", positions=[3], metric=PAIR)
+    alone = [patching.ablate(model, p, means, "mlp.mlp_output", positions=[3], metric=PAIR) for p in (SPAIN, JAPAN)]
+    torch.testing.assert_close(got.values, (alone[0].values + alone[1].values) / 2, rtol=1e-4, atol=1e-4)
+    for gather in (patching.mean, patching.resample):
+        with pytest.raises(vlscope.InputError, match="batch of 2 prompts"):
+            gather(model, [[FRANCE, ITALY]], "mlp.mlp_output")
 
 
 # --- ablations --------------------------------------------------------------------------------------------------
@@ -264,6 +397,7 @@ def test_replace_takes_any_axes_and_a_function(model):
         ("self_attn.attention_queries", None),
         ("self_attn.attention_probabilities", None),
         ("vision.layers.*.layer_output", None),
+        ("vision.layers.*.self_attn.image_attention_probabilities", "heads"),
         ("vision.image_features", None),
         ("layers.*.deepstack_output", None),
     ],
@@ -276,13 +410,13 @@ def test_attribution_is_the_derivative_towards_the_clean_value(double, inputs, s
     got = patching.attribution(double, clean, corrupted, site, metric=probe, axis=axis)
     assert got.values.dtype == torch.float64 and got.values.abs().sum(1).min() > 0
     donors = patching.collect(double, clean, got.sites)
+    parts = {f"{name}.{k}": part for name in donors for k, part in enumerate(donors[name])}
     step = 1e-5  # truncation and rounding of the difference quotient are both under 1e-9 here
 
     def moved(name, place, size):
         with torch.no_grad(), double.trace(**corrupted) as tracer:
-            patching.replace(
-                tracer, name, lambda value, _: value + size * (donors[name] - value), **{got.axis: list(place)}
-            )
+            donor = donors | parts  # of a value of several tensors, each goes by its own name
+            patching.replace(tracer, name, lambda x, own: x + size * (donor[own] - x), **{got.axis: list(place)})
             return probe(tracer.logits).item()
 
     choose = torch.Generator().manual_seed(0)
@@ -301,6 +435,11 @@ def test_attribution_of_a_linear_path_is_the_patch_itself(double, inputs):
     swept = patching.sweep(double, clean, corrupted, **given)
     torch.testing.assert_close(estimate.values, swept.values - swept.corrupted)
     assert estimate.clean == swept.clean and estimate.corrupted == swept.corrupted
+
+
+def test_attribution_at_the_logits_of_a_pair_of_tokens_is_refused(model):
+    with pytest.raises(vlscope.InputError, match="logits holds the last position alone"):
+        patching.attribution(model, FRANCE, ITALY, "logits", metric=PAIR)
 
 
 def test_attribution_leaves_the_callers_grad_mode_alone(model):
@@ -380,6 +519,18 @@ def test_with_nothing_frozen_a_path_to_the_next_stream_equals_patching_the_sende
             patching.replace(tracer, sender, donor, **at)
             expected = tracer.logits.save()
         assert got == probe(expected).item(), at
+
+
+def test_an_edit_that_stands_is_made_in_every_run_of_a_path(model):
+    sender = "layers.1.self_attn.attention_output"
+    with model.edit(["layers.0.mlp.mlp_output", "layers.3.mlp.mlp_output"], torch.zero_):
+        got = patching.path(model, FRANCE, ITALY, sender, "layers.4.layer_input", metric=probe, freeze=[])
+        donor = patching.collect(model, FRANCE, sender)
+        with model.trace(ITALY) as tracer:
+            patching.replace(tracer, sender, donor)
+            expected = probe(tracer.logits).item()
+    assert got == expected
+    assert got != patching.path(model, FRANCE, ITALY, sender, "layers.4.layer_input", metric=probe, freeze=[])
 
 
 def test_a_path_through_every_reader_of_one_block_equals_patching_its_input(model):

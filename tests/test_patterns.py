@@ -330,6 +330,21 @@ def test_a_row_carries_gradients_and_is_an_ordinary_tensor(model, padded):
     assert not row.is_inference() and not row.requires_grad
 
 
+def test_a_saved_row_goes_by_its_name_in_the_trace_that_made_it(model, inputs):
+    prompt = inputs(NAME, "text")
+    attn = "layers.1.self_attn.attention_row"
+    with model.trace(**prompt) as one, model.trace(**prompt) as other:
+        row = one.layers[1].self_attn.attention_row().save()
+        head = one.layers[1].self_attn.attention_row(heads=0).save()
+        half = (row / 2).save()
+        theirs = other.layers[1].self_attn.attention_row(query=0, heads=0).save()
+    assert list(one.saved) == [attn, f"{attn}#2"] and one.saved[attn] is row and one.saved[f"{attn}#2"] is head
+    assert list(other.saved) == ["saved.0", attn] and other.saved["saved.0"] is half and other.saved[attn] is theirs
+    with model.generate(**prompt, max_new_tokens=3) as tracer:
+        rows = [model.layers[1].self_attn.attention_row().save() for _ in tracer.iter[:]]
+    assert list(tracer.saved) == [attn] and all(a is b for a, b in zip(tracer.saved[attn], rows, strict=True))
+
+
 LINEAR = """
 import json, pathlib, re, sys, torch, vlscope
 torch.set_num_threads(1)

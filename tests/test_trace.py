@@ -13,8 +13,8 @@ import torch
 
 import tiny
 import vlscope
-from parity import reference
 from sites import collect, read
+from vlscope.verify import reference
 
 
 @pytest.fixture(scope="module")

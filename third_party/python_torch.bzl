@@ -6,9 +6,9 @@ _TORCH_HEADERS = ["ATen", "c10", "torch"]
 _BUILD = """
 package(default_visibility = ["//visibility:public"])
 
-# Headers of torch and its two core libraries. `libtorch.so` would drag CUDA in.
+# Headers of torch, for what needs no more than its names of dtypes.
 cc_library(
-    name = "torch",
+    name = "torch_headers",
     hdrs = glob(
         ["torch_include/**/*.h"],
         exclude = [
@@ -24,7 +24,13 @@ cc_library(
     ),
     includes = ["torch_include", "torch_include/torch/csrc/api/include"],
     defines = {defines},
+)
+
+# And its two core libraries. `libtorch.so` would drag CUDA in.
+cc_library(
+    name = "torch",
     linkopts = ["-L{torch}/lib", "-ltorch_cpu", "-lc10"],
+    deps = [":torch_headers"],
 )
 
 # What a program run outside Python needs besides: where the libraries lie on this machine.

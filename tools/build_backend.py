@@ -1,8 +1,9 @@
 """The build backend of pyproject.toml (PEP 517 and 660): Bazel compiles, this packs.
 
-A wheel holds `bindings/vlscope` with its compiled `_core.so`, and the demo model beside it. The
-extension is built for the interpreter that runs this file, against the torch installed there, or
-else against the one that the installer put into its build environment.
+A wheel holds `bindings/vlscope` with its compiled `_core.so`, and the demo model beside it; built
+where nvcc is, also `_cuda.so`, the CUDA kernels. The extension is built for the interpreter that
+runs this file, against the torch installed there, or else against the one that the installer put
+into its build environment.
 """
 
 import base64
@@ -26,7 +27,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "bindings" / "vlscope"
-EXTENSION = PACKAGE / "_core.so"
+BUILT = {"_core.so": ROOT / "build/bin/bindings/_core.so", "_cuda.so": ROOT / "build/bin/core/ops/cuda/_cuda.so"}
 PACKED_SUFFIXES = {".html", ".py", ".pyi", ".typed"}
 BUILD_REQUIREMENTS = {"torch": "torch==2.11.*", "pybind11": "pybind11==3.1.*"}
 WHEEL_DATE = (2020, 1, 1, 0, 0, 0)  # the same files give the same wheel
@@ -48,14 +49,15 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     files = {f"vlscope/{path}": (PACKAGE / path).read_bytes() for path in _package_files()}
-    files["vlscope/_core.so"] = _build_extension().read_bytes()
+    files |= {f"vlscope/{name}": path.read_bytes() for name, path in _build_extension().items()}
     for path in sorted((ROOT / "demo" / "model").iterdir()):
         files[f"vlscope/demo_model/{path.name}"] = path.read_bytes()
     return _write_wheel(Path(wheel_directory), files)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
-    shutil.copyfile(_build_extension(), EXTENSION)
+    for name, path in _build_extension().items():
+        shutil.copyfile(path, PACKAGE / name)
     return _write_wheel(Path(wheel_directory), {"_vlscope.pth": f"{PACKAGE.parent}\n".encode()})
 
 
@@ -80,11 +82,12 @@ def _package_files():
 
 
 def _build_extension():
-    """Runs Bazel and returns the extension, built for this interpreter."""
+    """Runs Bazel and returns the libraries by name, built for this interpreter."""
     if shutil.which("bazel") is None:
         sys.exit("building vlscope needs Bazel and Debian's C++ libraries; ./dev build installs them")
-    subprocess.run(["bazel", "build", *_interpreter_flags(), "//bindings:_core"], cwd=ROOT, check=True)
-    return ROOT / "build" / "bin" / "bindings" / "_core.so"
+    targets = ["//bindings:_core", "//core/ops/cuda:kernels"]
+    subprocess.run(["bazel", "build", *_interpreter_flags(), *targets], cwd=ROOT, check=True)
+    return {name: path for name, path in BUILT.items() if path.exists()}
 
 
 def _interpreter_flags():

@@ -1,59 +1,64 @@
-"""The command line: `vlscope demo`, `vlscope values MODEL`."""
+"""The command line, `vlscope COMMAND ...`: finds the command, runs it, and says what went wrong."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from types import ModuleType
+
+#: Modules of `vlscope.commands`, in the order of the help.
+COMMANDS = ("demo", "values", "run", "patch", "ablate", "shape", "collect", "verify")
+
+USER_ERROR = 2
+BROKEN_PIPE = 141  # as of a program that SIGPIPE ended
+INTERRUPTED = 130  # as of one that Ctrl-C ended
 
 
-def _demo(arguments: argparse.Namespace) -> None:
-    from . import demo
-
-    demo.run(arguments.out)
-
-
-def _values(arguments: argparse.Namespace) -> None:
-    from .model import load
-
-    print(load(arguments.model, dispatch=False))
+def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, module: ModuleType) -> None:
+    text, _, examples = (module.__doc__ or "").partition("\nExamples:\n")
+    summary, _, rest = text.partition("\n")
+    parser = commands.add_parser(
+        name,
+        help=summary.rstrip("."),
+        description=f"{summary}\n{rest}".strip(),
+        epilog=f"examples:\n{examples.rstrip()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    parser.set_defaults(run=module.run)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="vlscope", description="Trace Qwen vision-language models.")
+    parser = argparse.ArgumentParser(
+        prog="vlscope",
+        description="Trace Qwen vision-language models.",
+        epilog="`vlscope COMMAND --help` explains a command and shows how it is called.\n"
+        "exit codes: 0 done, 1 a check failed, 2 a mistake in what was asked for, 130 Ctrl-C",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    demo = commands.add_parser(
-        "demo",
-        help="ablate and patch the image pathway of the built-in model",
-        description="Asks the built-in model for a color, takes its two image pathways away, patches "
-        "each block from another image's run, and draws demo.png.",
-    )
-    demo.add_argument("--out", type=Path, default=Path(), metavar="DIR", help="where demo.png goes")
-    demo.set_defaults(run=_demo)
-
-    values = commands.add_parser(
-        "values",
-        help="print the modules and values of a model",
-        description="Prints the module tree of a checkpoint with every value that it serves: name, "
-        "layout, axes and meaning. Reads config.json only.",
-    )
-    values.add_argument("model", metavar="MODEL", help='a checkpoint folder, a hub id, or "demo"')
-    values.set_defaults(run=_values)
+    for name in COMMANDS:
+        _add(commands, name, importlib.import_module(f".commands.{name}", __package__))
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Errors of the user's are one line on stderr and exit code 2."""
+    """Run one command and return its exit code. Errors of the user's are one line on stderr and code 2."""
     from .errors import VlscopeError
 
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        code: int | None = arguments.run(arguments)
+        sys.stdout.flush()
+        return code or 0
+    except BrokenPipeError:  # the reader has what it wants, as in `vlscope values demo | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except (VlscopeError, OSError) as error:
         print(f"vlscope: {error}", file=sys.stderr)
-        return 2
+        return USER_ERROR
     except KeyboardInterrupt:
-        return 130
-    return 0
+        return INTERRUPTED

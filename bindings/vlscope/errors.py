@@ -5,13 +5,16 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "CheckpointNotFound",
+    "CollectionError",
     "ConfigError",
     "InputError",
     "LateEditError",
     "MissingPackage",
+    "NonFiniteError",
     "NotReachedError",
     "OutOfMemory",
     "OutOfOrderError",
+    "TokenizationError",
     "Unavailable",
     "UnknownSite",
     "UnsupportedFamily",
@@ -39,8 +42,16 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """A checkpoint path does not lead to what it should."""
 
 
+class CollectionError(VlscopeError, RuntimeError):
+    """A folder of collected activations cannot be gone on with or read, or a sample cannot be collected."""
+
+
 class InputError(VlscopeError, ValueError):
     """Token ids, masks, grids, pixels, images or a written value do not fit."""
+
+
+class TokenizationError(InputError):
+    """A word has no first token that is its own."""
 
 
 class UnknownSite(InputError, KeyError):
@@ -59,6 +70,10 @@ class MissingPackage(VlscopeError, ImportError):
 
 class OutOfMemory(VlscopeError, MemoryError):
     """A tensor could not be allocated. The trace that asked for it has ended; the model works on."""
+
+
+class NonFiniteError(VlscopeError, ArithmeticError):
+    """The logits of a step of a generation are no numbers to choose a token by."""
 
 
 class OutOfOrderError(VlscopeError, RuntimeError):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _core
-from .errors import InputError, NotReachedError, OutOfOrderError
+from .errors import InputError, NonFiniteError, NotReachedError, OutOfOrderError
 from .trace import StepsSaved, Tracer
 
 if TYPE_CHECKING:
@@ -250,7 +250,9 @@ class GenerationTracer(Tracer):
             return False
         if self._schedule is not None:
             self._schedule.run(self)
-        tokens = self._choose(self._core.finish()[:, -1], self._ids)
+        logits = self._core.finish()[:, -1]
+        self._check_finite(logits)
+        tokens = self._choose(logits, self._ids)
         tokens = torch.where(self._ended, self._pad, tokens)
         self._ended |= torch.isin(tokens, self._eos)
         self._ids = torch.cat([self._ids, tokens[:, None]], 1)
@@ -266,6 +268,18 @@ class GenerationTracer(Tracer):
             self._armed = self._schedule.armed
         self._step += 1
         return True
+
+    def _check_finite(self, logits: torch.Tensor) -> None:
+        """Refuse rows [batch, vocab] whose largest number is none: an overflow would read as token 0."""
+        largest = logits.amax(-1)
+        if largest.isfinite().all():
+            return
+        row = int(largest.isfinite().logical_not().nonzero()[0])
+        raise NonFiniteError(
+            f"step {self.step} of the generation has no token to choose: the largest logit of prompt {row} is "
+            f"{largest[row].item()}. vlscope.first_nonfinite(model, prompt) names the value where that begins; "
+            "float16 overflows where bfloat16 and float32 do not."
+        )
 
     def _run_out(self) -> None:
         while self._advance():

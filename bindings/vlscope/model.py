@@ -20,6 +20,7 @@ from .edits import Edit, make_edit
 from .errors import CheckpointNotFound, ConfigError, InputError
 from .generation import GenerationTracer, Sampling
 from .index_maps import ImageTokens, PromptRows, prompt_rows
+from .placement import check_device, parts_of, placed
 from .recording import Recording, Tail
 from .trace import InvokeTracer, Session, Tracer
 from .tree import CausalLM, ModuleList, Record, plant
@@ -52,6 +53,10 @@ _ELSEWHERE = {
     "num_beams": "a generation is one sequence a prompt; give a list of prompts for several",
     "num_return_sequences": "a generation is one sequence a prompt; give a list of the same prompt, and a seed",
     "use_cache": "steps always run over the cache; model.trace(input_ids=ids so far) is a full pass",
+    "position_ids": "positions follow from the ids, the attention mask and the grids",
+    "inputs_embeds": "assign model.token_embeddings inside the trace",
+    "past_key_values": "a generation keeps its own; model.record(prompt, keys=True) keeps one to start from",
+    "labels": "compute the loss from model.logits",
     "output_attentions": "read layers[i].self_attn.attention_probabilities",
     "output_hidden_states": "read layers[i].layer_output",
 }
@@ -76,19 +81,6 @@ def _hub_snapshot(repo_id: str, revision: str | None) -> Path:
             f"({type(error).__name__}: {error}). Give the path of a checkpoint folder, a hub id that "
             'can be reached, or "demo".'
         ) from error
-
-
-def _check_device(device: str | torch.device) -> torch.device:
-    """A device that this machine has. Refused here, not in the middle of a load."""
-    try:
-        known = torch.device(device)
-    except RuntimeError as error:
-        raise InputError(f"device {device!r} is unknown: {str(error).splitlines()[0]}") from None
-    if known.type not in ("cpu", "cuda"):
-        raise InputError(f'device is "{known}"; vlscope runs on "cpu" and "cuda"')
-    if known.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f'device is "{known}", and this machine offers no CUDA device: use "cpu"')
-    return known
 
 
 def _check_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -162,6 +154,8 @@ class StandardizedTransformer(CausalLM):
             vision value is `Unavailable`.
         dtype: what the weights are converted to; by default they stay as stored, used in place.
         device: where the weights live and the forward runs.
+        device_map: for several devices, in place of `device`: "auto" divides the blocks by free memory,
+            a mapping says where each part lives; see `placement.placed`.
         attn_implementation: "sdpa" or "eager". Patterns can be read and written under both.
         dispatch: False leaves the weights on disk until the first trace.
         processor: used in place of the checkpoint's own, e.g. a transformers processor.
@@ -176,7 +170,6 @@ class StandardizedTransformer(CausalLM):
         "_config",
         "_copy",
         "_core",
-        "_device",
         "_dispatched",
         "_dtype",
         "_edits",
@@ -185,6 +178,8 @@ class StandardizedTransformer(CausalLM):
         "_generation_config",
         "_lock",
         "_own_processor",
+        "_parts",
+        "_placement",
         "_sites",
         "attn_implementation",
         "config",
@@ -200,7 +195,8 @@ class StandardizedTransformer(CausalLM):
         task: str = "image-text-to-text",
         dtype: torch.dtype | None = None,
         torch_dtype: torch.dtype | None = None,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
+        device_map: str | Mapping[str, str | torch.device] | None = None,
         attn_implementation: str = "sdpa",
         dispatch: bool = True,
         processor: Any = None,
@@ -217,7 +213,9 @@ class StandardizedTransformer(CausalLM):
         text, where = _read_config(folder)
         core = _core.Model.build(text, str(where), attn_implementation, task == "text-generation")
         self._folder, self._core = folder, core
-        self._dtype, self._device = _check_dtype(dtype or torch_dtype), _check_device(device)
+        self._dtype = _check_dtype(dtype or torch_dtype)
+        self._parts = [] if device_map is None else parts_of(core, self._dtype)
+        self._placement = self._devices(device, device_map)
         self._copy = copy
         self._lock = threading.Lock()
         self._dispatched = False
@@ -235,6 +233,20 @@ class StandardizedTransformer(CausalLM):
         self.processor = self._light_processor() if task == "image-text-to-text" else None
         if dispatch:
             self.dispatch()
+
+    def _devices(
+        self, device: str | torch.device | None, device_map: str | Mapping[str, str | torch.device] | None
+    ) -> dict[str, torch.device]:
+        if device_map is None:
+            return {"": check_device(device or "cpu")}
+        if device is not None:
+            raise InputError(f"device is {str(device)!r} and device_map is given as well: give one of the two")
+        return placed(self._parts, device_map)
+
+    def _weight_places(self) -> dict[str, torch.device]:
+        """The device of every weight, by the beginning of its name."""
+        by_path = {f"{part.path}.": self._placement[part.name] for part in self._parts if part.name in self._placement}
+        return {"": next(iter(self._placement.values())), **by_path}
 
     def _light_processor(self) -> Any:
         from .processing import Processor
@@ -267,8 +279,22 @@ class StandardizedTransformer(CausalLM):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """Where the weights live; of several devices, the first that a forward comes to."""
         return torch.device(self._core.device)
+
+    @property
+    def device_map(self) -> Mapping[str, torch.device]:
+        """The device of each part ("vision", "embed_tokens", "layers.0", ..., "norm", "lm_head"), or of "", all."""
+        return MappingProxyType(self._placement)
+
+    def to(self, device: str | torch.device) -> StandardizedTransformer:
+        """Move the weights to one device, and return this model. Close its traces before."""
+        known = check_device(device)
+        with self._lock:
+            if self._dispatched:
+                self._core.to(known)
+            self._placement = {"": known}
+        return self
 
     @property
     def dispatched(self) -> bool:
@@ -282,7 +308,7 @@ class StandardizedTransformer(CausalLM):
         with self._lock:
             if self._dispatched:
                 return
-            report = self._core.load(self._folder, self._dtype, self._device, self._copy)
+            report = self._core.load(self._folder, self._dtype, self._weight_places(), self._copy)
             self._dispatched = True
         if report["unused"]:
             logging.getLogger("vlscope").info(

@@ -88,7 +88,9 @@ def dims(model: StandardizedTransformer, site: str) -> tuple[str, ...]:
             if other.batch_axis == place.batch_axis:  # a native row of all prompts has no name
                 axes = tuple(value.dims.split())
                 return axes[1:] if other.images_axis and not place.images_axis else axes
-    raise InputError(f"the axes of {place.path} have no names: give a named value, see model.support()")
+    raise InputError(
+        f"the axes of {place.path} have no names: give a named value, see model.support(), or an axis by its number"
+    )
 
 
 def read(root: StandardizedTransformer | Tracer, site: str) -> Any:

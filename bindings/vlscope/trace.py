@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _core
 from .edits import Schedule, Visit, keeper, visit
@@ -34,8 +35,9 @@ class StopTrace(Exception):
 
 
 class Saved(Mapping[str, Any]):
-    """What a trace has saved, by the site last read through; a second object of a site, assigned there
-    since, is `site#2`. Results of arithmetic are `saved.0`, `saved.1`, ... In the order of saving."""
+    """What a trace has saved, by the site last read through, or the method that made it, as in
+    `layers.3.self_attn.attention_row`; a second object of one name is `site#2`. Results of arithmetic
+    are `saved.0`, `saved.1`, ... In the order of saving."""
 
     def __init__(self) -> None:
         self._items: dict[str, Any] = {}
@@ -52,7 +54,7 @@ class Saved(Mapping[str, Any]):
 
     def _put(self, site: str, value: Any) -> None:
         if site in self._items:
-            # Assigned anew since: both were saved, and both are kept.
+            # Assigned or made anew since: both were saved, and both are kept.
             site = next(name for n in itertools.count(2) if (name := f"{site}#{n}") not in self._items)
         self._items[site] = value
 
@@ -137,6 +139,7 @@ class Tracer(_core.TracerBase, _Block):
     _tree: Module | None
     _schedule: Schedule | None
     _last_kept = -1  # order of the last site of a cache
+    _made: WeakIdKeyDictionary | None = None  # tensors that a module's methods made, and the names of these
 
     def __init__(
         self,
@@ -218,6 +221,19 @@ class Tracer(_core.TracerBase, _Block):
         self._plan(visits)
         self._last_kept = max(self._last_kept, *(wanted.order for wanted in visits))
         return kept
+
+    def _named(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """`tensor`, to be saved under `name`."""
+        if self._made is None:
+            self._made = WeakIdKeyDictionary()
+        self._made[tensor] = name
+        return tensor
+
+    def _name_of(self, tensor: torch.Tensor) -> str | None:
+        """The site that served `tensor`, or the method that made it."""
+        if self._made is not None and tensor in self._made:
+            return self._made[tensor]
+        return self._core.site_of(tensor)
 
     def _close(self) -> None:
         self._core.close()
@@ -321,7 +337,7 @@ def save(value: T) -> T:
     tensor = value[0] if isinstance(value, Tensors) else value
     if isinstance(tensor, torch.Tensor):
         for tracer in reversed(tracers):
-            site = tracer._core.site_of(tensor)
+            site = tracer._name_of(tensor)
             if site is not None:
                 tracer.saved._keep(site if tensor is value else site.rpartition(".")[0], value)
                 return value

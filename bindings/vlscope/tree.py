@@ -356,14 +356,23 @@ class Module(_core.ModuleBase):
     def get(self, path: str) -> Any:
         """The module, list or value at a dotted path below this one: `get("layers.0.self_attn")`."""
         found: Any = self
-        for name in path.split("."):
+        names = iter(path.split("."))
+        for name in names:
             if isinstance(found, (ModuleList, Tensors)):
                 if not name.lstrip("-").isdigit():
                     raise AttributeError(f"{path!r}: a list takes an index, not {name!r}")
                 found = found[int(name)]
+            elif isinstance(found, Module) and name == "input" and (field := next(names, None)) is not None:
+                found = found._get_list(f"input.{field}")
             else:
                 found = getattr(found, name)
         return found
+
+    def _get_list(self, name: str) -> Tensors:
+        """The tensors of one argument that is a list, a site of its own: `input.deepstack_visual_embeds`."""
+        from .sites import number
+
+        return self._read_many(number(self._model, f"{self._path}.{name}"))
 
     def _names(self) -> list[str]:
         aliases = [name for name in self._kind.aliases if self._follow(name) is not None]
@@ -496,12 +505,14 @@ def attention_row(
     chosen = _indices(slice(None) if heads is None else heads, self._model.num_heads, "head")
     if not chosen:
         raise IndexError(f"{self._site_path}.attention_row: heads is empty; give one or more")
-    running = self._open(site)._core
-    rows = _indices(query, running.count_queries(site), "query")
-    result: torch.Tensor = running.attention_rows(site, chosen, rows, scores)
+    tracer = self._open(site)
+    rows = _indices(query, tracer._core.count_queries(site), "query")
+    result: torch.Tensor = tracer._core.attention_rows(site, chosen, rows, scores)
     if isinstance(query, SupportsIndex):
         result = result.squeeze(2)
-    return result.squeeze(1) if isinstance(heads, SupportsIndex) else result
+    if isinstance(heads, SupportsIndex):
+        result = result.squeeze(1)
+    return tracer._named(result, f"{self._site_path}.attention_row")
 
 
 def state_after(self: Module, token: int) -> torch.Tensor:
@@ -521,10 +532,9 @@ def state_after(self: Module, token: int) -> torch.Tensor:
         IndexError: for a token that is not there.
     """
     site = _value_site(self, "state")
-    running = self._open(site)._core
-    (place,) = _indices(operator.index(token), running.count_tokens(site), "token")
-    result: torch.Tensor = running.state_after(site, place)
-    return result
+    tracer = self._open(site)
+    (place,) = _indices(operator.index(token), tracer._core.count_tokens(site), "token")
+    return tracer._named(tracer._core.state_after(site, place), f"{self._site_path}.state_after")
 
 
 def set_state_after(self: Module, token: int, value: torch.Tensor) -> None:

@@ -14,23 +14,11 @@
 
 #include <limits>
 
+#include "core/device.h"
 #include "core/ops/precision.h"
 
 namespace vlscope::ops {
 namespace {
-
-double least(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kHalf:
-      return std::numeric_limits<at::Half>::lowest();
-    case at::kBFloat16:
-      return std::numeric_limits<at::BFloat16>::lowest();
-    case at::kDouble:
-      return std::numeric_limits<double>::lowest();
-    default:
-      return std::numeric_limits<float>::lowest();
-  }
-}
 
 /// Heads that share keys can be grouped by the kernel itself, unless there is a mask.
 bool can_group(const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask) {
@@ -40,7 +28,7 @@ bool can_group(const at::Tensor& k, const at::Tensor& v, const at::Tensor& mask)
 /// @param mask additive, or boolean with True where a query may look
 at::Tensor masked(const at::Tensor& scores, const at::Tensor& mask) {
   if (mask.scalar_type() != at::kBool) return scores + mask;
-  return scores + additive_mask(mask, scores.scalar_type()).to(scores.device());
+  return scores + additive_mask(on_device(mask, scores.device()), scores.scalar_type());
 }
 
 /// Rows of the causal mask of `queries` that stand at the end of `keys`: `[1, 1, rows, keys]`.
@@ -70,16 +58,16 @@ at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::
       scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
 }
 
-at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
-                      double scale, const RowChoice& rows) {
-  const at::Tensor index = at::tensor(rows.queries, q.options().dtype(at::kLong));
+at::Tensor composed_score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                               double scale, const RowChoice& rows) {
+  const at::Tensor index = on_device(at::tensor(rows.queries), q.device());
   const std::int64_t group = q.size(1) / k.size(1);
   std::vector<at::Tensor> scores;
   for (const std::int64_t head : rows.heads) {
     const at::Tensor queries = q.select(1, head).index_select(1, index);
     scores.push_back(at::matmul(queries, k.select(1, head / group).transpose(1, 2)) * scale);
   }
-  const at::Tensor allowed = mask.defined() ? mask.index_select(2, index.to(mask.device()))
+  const at::Tensor allowed = mask.defined() ? mask.index_select(2, on_device(index, mask.device()))
                                             : causal_rows(index, q.size(2), k.size(2));
   return masked(at::stack(scores, 1), allowed);
 }
@@ -118,6 +106,19 @@ at::Tensor causal_mask(const at::Tensor& attention_mask, std::int64_t queries) {
   const at::Tensor before = key.unsqueeze(0) <= query.unsqueeze(1);
   const at::Tensor real = attention_mask.to(at::kBool).unsqueeze(1).unsqueeze(1);
   return before & real;
+}
+
+double least(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kHalf:
+      return std::numeric_limits<at::Half>::lowest();
+    case at::kBFloat16:
+      return std::numeric_limits<at::BFloat16>::lowest();
+    case at::kDouble:
+      return std::numeric_limits<double>::lowest();
+    default:
+      return std::numeric_limits<float>::lowest();
+  }
 }
 
 at::Tensor additive_mask(const at::Tensor& allowed, at::ScalarType dtype) {

@@ -28,9 +28,14 @@ struct RowChoice {
 };
 
 /// Chosen rows of `attention_scores`, `[batch, heads, queries, keys]` of the choice. Nothing larger
-/// is made, whatever the length: a row costs one product of a query with its keys.
+/// is made, whatever the length: a row costs one product of a query with its keys. On CUDA by a
+/// kernel of its own where there is one (core/ops/torch_ops.h).
 at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                       double scale, const RowChoice& rows);
+
+/// The same by torch's operations alone.
+at::Tensor composed_score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
+                               double scale, const RowChoice& rows);
 
 /// Softmax over the keys in float32, returned in the dtype of the scores.
 at::Tensor attention_probabilities(const at::Tensor& scores);
@@ -49,6 +54,9 @@ at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::T
 /// `[batch, 1, queries, keys]`; the queries are the last of the positions.
 /// @param attention_mask `[batch, keys]`, 1 on tokens and 0 on padding.
 at::Tensor causal_mask(const at::Tensor& attention_mask, std::int64_t queries);
+
+/// The least finite number of `dtype`: what is added to the score of a key that is hidden.
+double least(at::ScalarType dtype);
 
 /// The boolean mask as 0 and the least number of `dtype`, to be added to the scores.
 at::Tensor additive_mask(const at::Tensor& allowed, at::ScalarType dtype);

@@ -4,7 +4,6 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/pow.h>
 
@@ -58,8 +57,7 @@ at::Tensor inverse_frequencies(double theta, std::int64_t dim) {
   return at::pow(theta, exponents).reciprocal();
 }
 
-at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  if (x.is_meta()) return at::empty_like(x);  // Shapes alone: torch's rules for them are slow.
+at::Tensor composed_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
   const std::int64_t turned = cos.size(-1), left = x.size(-1) - turned;
   if (left == 0) return x * cos + rotate_half(x) * sin;
   const at::Tensor first = x.narrow(-1, 0, turned);

@@ -13,7 +13,11 @@ at::Tensor inverse_frequencies(double theta, std::int64_t dim);
 
 /// x * cos + rotate_half(x) * sin, in the dtype of `x`; cos and sin broadcast against it. Where
 /// they are narrower than `x`, its first elements are turned and the others left as they are.
+/// On CUDA by a kernel of its own where there is one (core/ops/torch_ops.h).
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
+
+/// The same by torch's operations alone.
+at::Tensor composed_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
 /// cos and sin `[batch, seq, 2 * frequencies]` of multimodal positions `[3, batch, seq]` (time,
 /// height, width), interleaved: of the frequencies k = 1, 4, 7, ... the first `section[1]` turn by

@@ -7,8 +7,10 @@
 #include <cmath>
 #include <utility>
 
+#include "core/device.h"
 #include "core/ops/precision.h"
 #include "core/ops/rotary.h"
+#include "core/ops/torch_ops.h"
 
 namespace vlscope {
 namespace {
@@ -29,8 +31,9 @@ Flow<TextContext> TextRotary::operator()(Trace& trace, at::Tensor x, at::Tensor 
                                          TextContext context) const {
   co_await trace.at(input, x, positions);
   const auto mrope = rope_.mrope_interleaved ? ops::interleaved_mrope : ops::sectioned_mrope;
-  std::tie(context.cos, context.sin) = mrope(positions, inverse_frequencies_.to(positions.device()),
-                                             rope_.mrope_section, x.scalar_type());
+  std::tie(context.cos, context.sin) =
+      mrope(positions, on_device(inverse_frequencies_, positions.device()), rope_.mrope_section,
+            x.scalar_type());
   co_await trace.at(output, context.cos, context.sin);
   co_return context;
 }
@@ -168,9 +171,12 @@ Flow<at::Tensor> GatedMlp::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) {
     at::Tensor gate = co_await gate_proj(trace, x);
-    gate = co_await act_fn(trace, std::move(gate));
+    // One kernel computes activation and product, unless the reader stops in between.
+    const bool fused = x.is_cuda() && trace.passes(act_fn);
+    if (!fused) gate = co_await act_fn(trace, std::move(gate));
     x = co_await up_proj(trace, std::move(x));
-    x = std::exchange(gate, {}) * x;
+    x = fused ? ops::swiglu(gate, x) : gate * x;
+    gate = at::Tensor();
     x = co_await down_proj(trace, std::move(x));
   }
   co_await trace.at(output, x);

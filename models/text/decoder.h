@@ -125,6 +125,8 @@ class TextBlock : public Module {
  public:
   using Module::Module;
   virtual Flow<at::Tensor> operator()(Trace& trace, at::Tensor x, TextContext context) const = 0;
+  /// Where the block's weights are.
+  virtual at::Device device() const = 0;
 };
 
 /// h = x + mixer(input_layernorm(x));  out = h + mlp(post_attention_layernorm(h)). The mixer is the
@@ -154,6 +156,7 @@ class TextLayer : public TextBlock {
     co_await trace.at(output, x);
     co_return x;
   }
+  at::Device device() const override { return input_layernorm.device(); }
 
   Mixer mixer;
   Mlp mlp;

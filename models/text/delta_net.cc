@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/ops/norm.h"
 #include "core/ops/precision.h"
 #include "core/text.h"
 
@@ -64,7 +65,7 @@ GatedRmsNorm::GatedRmsNorm(Module* parent, std::string name, std::int64_t width,
 Flow<at::Tensor> GatedRmsNorm::operator()(Trace& trace, at::Tensor x, at::Tensor gate) const {
   co_await trace.at(input, x, gate);
   if (!trace.skip(*this, x)) {
-    const at::Tensor normed = weight_ * normalised(x, eps_).to(x.scalar_type());
+    const at::Tensor normed = ops::composed_rms_norm(x, weight_, eps_);
     x = (normed * at::silu(in_float(gate))).to(x.scalar_type());
   }
   co_await trace.at(output, x);

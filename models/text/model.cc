@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/device.h"
 #include "core/ops/attention.h"
 
 namespace vlscope {
@@ -15,6 +16,12 @@ namespace {
 at::Tensor add_at_rows(const at::Tensor& x, const at::Tensor& rows, const at::Tensor& features) {
   const at::Tensor before = x.flatten(0, 1).index({rows});
   return put_rows(x, rows, before + features.to(x.scalar_type()));
+}
+
+void move(TextContext& context, at::Device device) {
+  for (at::Tensor* tensor : {&context.mask, &context.padding, &context.cos, &context.sin}) {
+    *tensor = moved(*tensor, device);
+  }
 }
 
 }  // namespace
@@ -66,7 +73,7 @@ at::Tensor TextModel::padding(const Input& in) const {
   const std::int64_t seq = in.inputs_embeds.size(1), positions = in.attention_mask.size(1);
   // What follows a prompt is never padding.
   if (seq == 1 || in.attention_mask.all().item<bool>()) return {};
-  return in.attention_mask.narrow(1, positions - seq, seq).to(in.inputs_embeds.device());
+  return on_device(in.attention_mask.narrow(1, positions - seq, seq), in.inputs_embeds.device());
 }
 
 Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
@@ -80,7 +87,7 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
   context.padding = padding(in);
   context.past = in.attention_mask.size(1) - in.inputs_embeds.size(1);
   at::Tensor x = std::exchange(in.inputs_embeds, {});
-  if (context.mask.defined()) context.mask = context.mask.to(x.device());
+  if (context.mask.defined()) context.mask = on_device(context.mask, x.device());
   context = co_await rotary_emb(trace, x, in.position_ids, context);
 
   const Recording* recorded = in.replay.from.get();
@@ -96,17 +103,21 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
       if (in.cache) context.cache->replace(recorded->keys->block(k));
       continue;
     }
+    // The blocks may live on several devices: the stream follows them.
+    x = moved(x, layers[k]->device());
+    move(context, x.device());
     // A block reads the stream in more than one place: an edit must be seen in all of them.
     if (std::exchange(replayed, false)) x = x.clone();
     x = co_await (*layers[k])(trace, std::move(x), context);
     if (k < deepstack_outputs.size() && k < in.deepstack.size()) {
-      at::Tensor level = std::exchange(in.deepstack[k], {});
+      at::Tensor level = moved(std::exchange(in.deepstack[k], {}), x.device());
       co_await trace.at(*deepstack_outputs[k], level);
-      x = add_at_rows(x, in.visual_rows, level);
+      x = add_at_rows(x, moved(in.visual_rows, x.device()), level);
     }
   }
   if (in.replay.into) in.replay.into->streams.push_back(x);
   if (replayed) x = x.clone();
+  x = moved(x, norm->device());
   x = co_await (*norm)(trace, std::move(x));
   co_await trace.at(output, x);
   co_return x;

@@ -53,12 +53,6 @@ void for_each_patch(const std::vector<Grid>& grids, std::int64_t merge, Visit vi
   }
 }
 
-std::int64_t patches_of(const std::vector<Grid>& grids) {
-  std::int64_t patches = 0;
-  for (const Grid& grid : grids) patches += grid.patches();
-  return patches;
-}
-
 }  // namespace
 
 at::Tensor segment_ends(const std::vector<std::int64_t>& segments) {

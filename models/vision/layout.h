@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "models/inputs.h"
+#include "models/grid.h"
 
 namespace vlscope {
 

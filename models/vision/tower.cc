@@ -8,17 +8,19 @@
 #include <cmath>
 #include <utility>
 
+#include "core/device.h"
 #include "core/ops/attention.h"
 #include "core/ops/rotary.h"
+#include "core/ops/torch_ops.h"
 
 namespace vlscope {
 namespace {
 
 /// Rotates in float32 and returns the dtype of `x`. `x` is `[patches, heads, head_dim]`.
 at::Tensor rotate_precisely(const at::Tensor& x, const VisionContext& context) {
-  return ops::rotate(x.to(ops::precise(x.scalar_type())), context.cos.unsqueeze(-2),
-                     context.sin.unsqueeze(-2))
-      .to(x.scalar_type());
+  const at::Tensor cos = context.cos.unsqueeze(-2), sin = context.sin.unsqueeze(-2);
+  if (x.is_cuda()) return ops::fused_rotate(x, cos, sin);
+  return ops::rotate(x.to(ops::precise(x.scalar_type())), cos, sin).to(x.scalar_type());
 }
 
 /// `[patches, heads, head_dim]` -> `[1, heads, patches, head_dim]`.
@@ -83,7 +85,7 @@ Flow<VisionContext> VisionRotary::operator()(Trace& trace, at::Tensor x, at::Ten
                                              VisionContext context) const {
   co_await trace.at(input, x, coordinates);
   std::tie(context.cos, context.sin) =
-      ops::axial_rope(coordinates, inverse_frequencies_.to(coordinates.device()));
+      ops::axial_rope(coordinates, on_device(inverse_frequencies_, coordinates.device()));
   co_await trace.at(output, context.cos, context.sin);
   co_return context;
 }
@@ -108,14 +110,9 @@ Flow<at::Tensor> VisionAttention::operator()(Trace& trace, at::Tensor x,
     at::Tensor k = heads_first(rotate_precisely(parts.select(1, 1), context));
     at::Tensor v = heads_first(parts.select(1, 2));
     co_await trace.at(queries, q, k, v);
-    std::vector<Segment> segments;
-    std::int64_t start = 0;
-    for (const std::int64_t length : *context.segments) {
-      segments.push_back(
-          {q.narrow(2, start, length), k.narrow(2, start, length), v.narrow(2, start, length)});
-      start += length;
-    }
-    x = co_await attend(trace, std::move(segments));
+    // Not made in the call: g++ 12 destroys an aggregate that is a coroutine's argument twice.
+    Segment whole{std::move(q), std::move(k), std::move(v)};
+    x = co_await attend(trace, std::move(whole), context);
     co_await trace.at(head_outputs, x);
     x = x.reshape({patches, -1});
     x = co_await proj(trace, std::move(x));
@@ -124,9 +121,32 @@ Flow<at::Tensor> VisionAttention::operator()(Trace& trace, at::Tensor x,
   co_return x;
 }
 
+/// All segments by one kernel. `[1, patches, heads, head_dim]`.
+at::Tensor VisionAttention::heads_at_once(const Segment& whole,
+                                          const VisionContext& context) const {
+  const auto rows = [](const at::Tensor& x) { return x.squeeze(0).transpose(0, 1); };
+  return ops::segmented_attention(rows(whole.q), rows(whole.k), rows(whole.v), context.cu_seqlens,
+                                  scale_)
+      .unsqueeze(0);
+}
+
+std::vector<VisionAttention::Segment> VisionAttention::segments_of(const Segment& whole,
+                                                                   const VisionContext& context) {
+  std::vector<Segment> segments;
+  std::int64_t start = 0;
+  for (const std::int64_t length : *context.segments) {
+    const auto part = [&](const at::Tensor& x) { return x.narrow(2, start, length); };
+    segments.push_back({part(whole.q), part(whole.k), part(whole.v)});
+    start += length;
+  }
+  return segments;
+}
+
 // The patterns of all segments are held only for a reader who waits for them, and only those that
 // the reader has changed (or put in a graph) are used under sdpa.
-Flow<at::Tensor> VisionAttention::attend(Trace& trace, std::vector<Segment> segments) const {
+Flow<at::Tensor> VisionAttention::attend(Trace& trace, Segment whole,
+                                         const VisionContext& context) const {
+  const std::vector<Segment> segments = segments_of(whole, context);
   std::vector<at::Tensor> patterns(segments.size());
   if (trace.wants(image_scores) || trace.wants(image_probabilities)) {
     for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -145,6 +165,8 @@ Flow<at::Tensor> VisionAttention::attend(Trace& trace, std::vector<Segment> segm
     }
     if (!by_pattern) patterns.assign(segments.size(), {});
   }
+  const bool at_once = whole.q.is_cuda() && !eager_ && !patterns.front().defined();
+  if (at_once) co_return heads_at_once(whole, context);
   std::vector<at::Tensor> heads;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     heads.push_back(heads_of(segments[i], std::exchange(patterns[i], {})));

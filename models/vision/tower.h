@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/ops/precision.h"
+#include "models/config.h"
 #include "models/layers.h"
 #include "models/recording.h"
 #include "models/vision/layout.h"
@@ -106,11 +107,14 @@ class VisionAttention : public Module {
   Location head_outputs{this, "attention_head_outputs"};
 
  private:
-  /// Queries, keys and values of one segment, `[1, heads, patches, head_dim]`.
+  /// Queries, keys and values of one segment, or of the whole row:
+  /// `[1, heads, patches, head_dim]`.
   struct Segment {
     at::Tensor q, k, v;
   };
-  Flow<at::Tensor> attend(Trace& trace, std::vector<Segment> segments) const;
+  static std::vector<Segment> segments_of(const Segment& whole, const VisionContext& context);
+  Flow<at::Tensor> attend(Trace& trace, Segment whole, const VisionContext& context) const;
+  at::Tensor heads_at_once(const Segment& whole, const VisionContext& context) const;
   at::Tensor heads_of(const Segment& segment, const at::Tensor& pattern) const;
 
   std::int64_t heads_;

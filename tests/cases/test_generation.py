@@ -9,7 +9,7 @@ import torch
 
 import tiny
 import vlscope
-from parity.cases import WIDE
+from vlscope.verify.prompts import WIDE
 
 
 @pytest.fixture(scope="module")

@@ -156,6 +156,10 @@ INSTANTIATE_TEST_SUITE_P(
         Damage{"size_past_uint64", with_shape("[18446744073709551616]"), "shape holds something"},
         Damage{"product_overflows", with_shape("[4294967296,4294967296,4294967297]"),
                "too large to count"},
+        Damage{"strides_overflow",
+               safetensors_file(R"({"t":{"dtype":"F32","data_offsets":[0,0],)"
+                                R"("shape":[0,4294967296,4294967296]}})"),
+               "too large to count"},
         Damage{"half_a_byte", with_entry(R"("dtype":"F4","shape":[1],"data_offsets":[0,4])"),
                "does not fill whole bytes"},
         Damage{"shape_disagrees", with_shape("[2]"), "takes 8 bytes, but data_offsets [0, 4]"}));
@@ -177,6 +181,22 @@ TEST(Safetensors, RefusesMoreDimensionsThanATensorCanHave) {
   std::string shape = "[1";
   for (int i = 0; i < 64; ++i) shape += ",1";
   EXPECT_THAT(parse_error(with_shape(shape + "]")), HasSubstr("65 dimensions"));
+}
+
+TEST(Safetensors, RefusesMoreValuesThanAHeaderMayHold) {
+  std::string header = R"({"t":[0)";
+  for (int i = 0; i < 4'000'000; ++i) header += ",0";
+  EXPECT_THAT(parse_error(safetensors_file(header + "]}")), HasSubstr("more than 4000000 values"));
+}
+
+TEST(Safetensors, RefusesEveryFileWithOneByteMoreOrOneBitOfItsLengthTurned) {
+  const std::string file = safetensors_file({kA, kB});
+  EXPECT_THROW(parse_safetensors(file + '\0', "w"), CheckpointError);
+  for (std::size_t bit = 0; bit < 64; ++bit) {
+    std::string turned = file;
+    turned[bit / 8] = static_cast<char>(turned[bit / 8] ^ (1 << bit % 8));
+    EXPECT_THROW(parse_safetensors(turned, "w"), CheckpointError) << bit;
+  }
 }
 
 TEST(Safetensors, RefusesEveryCutOfAGoodFile) {
@@ -310,6 +330,36 @@ TEST(Checkpoint, RefusesADamagedIndex) {
     folder.write(kIndexName, text);
     EXPECT_THAT(open_error(folder), HasSubstr(kIndexName)) << text;
   }
+}
+
+TEST(Checkpoint, RefusesAnIndexThatNamesAShardForTheTensorOfAnother) {
+  const TempFolder folder;
+  write_shards(folder);
+  folder.write(kIndexName, R"({"weight_map":{"a":"two.safetensors","b":"one.safetensors"}})");
+  EXPECT_THAT(open_error(folder), AllOf(HasSubstr("one.safetensors"), HasSubstr("\"a\""),
+                                        HasSubstr("stored and not listed")));
+}
+
+TEST(Checkpoint, RefusesTheSameShardUnderTwoNames) {
+  const TempFolder folder;
+  write_shards(folder);
+  folder.write(kIndexName, R"({"weight_map":{"a":"one.safetensors","b":"./one.safetensors"}})");
+  EXPECT_THAT(open_error(folder), HasSubstr("one.safetensors"));
+}
+
+TEST(Checkpoint, RefusesAnIndexLongerThanAnyIsUnread) {
+  const TempFolder folder;
+  folder.write(kIndexName, "{");
+  std::filesystem::resize_file(folder.path() / kIndexName, uintmax_t{1} << 32);
+  EXPECT_THAT(open_error(folder), HasSubstr("4294967296 bytes, at most 100000000 are read"));
+}
+
+TEST(Checkpoint, HoldsTensorsWithoutElementsAndThoseAfterThem) {
+  const TempFolder folder;
+  folder.write("model.safetensors", safetensors_file({{"e", "F32", {3, 0}, ""}, kA}));
+  const Checkpoint checkpoint = Checkpoint::open(folder.path());
+  EXPECT_THAT(checkpoint.tensor("e").sizes().vec(), ElementsAre(3, 0));
+  EXPECT_THAT(floats(checkpoint.tensor("a")), ElementsAre(1, 2));
 }
 
 TEST(Checkpoint, ReadsShardsWithoutAnIndex) {

@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "ATen/ops/arange.h"
 #include "ATen/ops/cat.h"
 #include "ATen/ops/empty.h"
@@ -106,6 +108,33 @@ TEST(CheckImageOptions, RefusesWhatMakesNoSenseWithBothNumbers) {
   options = ImageOptions();
   options.image_std[1] = 0;
   EXPECT_THROW(check_image_options(options), InputError);
+}
+
+TEST(CheckImageOptions, RefusesWhatWouldOverflow) {
+  constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
+  for (int64_t ImageOptions::* setting :
+       {&ImageOptions::patch_size, &ImageOptions::merge_size, &ImageOptions::temporal_patch_size}) {
+    ImageOptions options;
+    options.*setting = kHuge;
+    EXPECT_THAT([&] { processed_size({64, 64}, options); },
+                ThrowsMessage<InputError>(HasSubstr("9223372036854775807")));
+  }
+  VideoOptions video;
+  video.max_video_tokens = kHuge;
+  EXPECT_THROW(processed_video_size(2, {64, 64}, video), InputError);
+  EXPECT_THROW(processed_video_size(kHuge, {64, 64}, VideoOptions()), InputError);
+  EXPECT_THROW(processed_size({kHuge, kHuge}, ImageOptions()), InputError);
+  EXPECT_THROW(smart_resize({64, 64}, kHuge, kQwen3), InputError);
+  EXPECT_THROW(smart_resize({64, 64}, 32, {kHuge, kHuge}), InputError);
+}
+
+TEST(CheckImageOptions, TakesAnyUpperLimitForNone) {
+  ImageOptions options = small_options();
+  options.limits.max_pixels = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(processed_size({1000, 3000}, options), (ImageSize{1000, 3000}));
+  VideoOptions video;
+  video.frames.limits.max_pixels = std::numeric_limits<int64_t>::max();
+  EXPECT_EQ(processed_video_size(8, {640, 960}, video), (ImageSize{640, 960}));
 }
 
 TEST(WritePatches, OrdersRowsByMergeBlocks) {

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,3 +77,16 @@ def test_a_script_type_checks_and_its_slips_are_found(tmp_path):
     for number, word in enumerate(REFUSED.values(), first):
         assert any(f":{number}: error:" in line and word in line for line in found), result.stdout + result.stderr
     assert len(found) == len(REFUSED), result.stdout
+
+
+def test_every_method_of_a_model_and_a_tracer_is_on_the_page_of_helpers():
+    import vlscope
+    from vlscope.tree import SIZES_OF
+
+    page = (ROOT / "docs" / "helpers.md").read_text()
+    classes = (vlscope.StandardizedTransformer, vlscope.GenerationTracer, vlscope.InvokeTracer, vlscope.Recording)
+    named = {name for owner in classes for name in dir(owner) if not name.startswith("_")}
+    values = {value.name for value in vlscope.StandardizedTransformer._kind.values}
+    served = {"input", "inputs", "output", "root", *values, *SIZES_OF["CausalLM"]}
+    missing = {name for name in named - served if not re.search(rf"\b{name}\b", page)}
+    assert not missing

@@ -1,6 +1,7 @@
 """The models that every identity is held on, and the prompts of each."""
 
-from types import SimpleNamespace
+import functools
+import json
 
 import pytest
 
@@ -23,7 +24,14 @@ def model(name, attention, vlscope_model):
 
 
 @pytest.fixture
-def prompts(name, inputs):
-    """prompts.text, prompts.one_image, ...: the inputs of each case."""
-    cases = ("text", "one_image", "two_images", "padded_text", "padded_mixed", "videos", "images_and_videos")
-    return SimpleNamespace(**{case: inputs(name, case) for case in cases})
+def given(checkpoint):
+    """given(name).text, given(name).one_image, ...: the inputs of each case for a checkpoint."""
+    from vlscope.verify import prompts
+
+    return functools.cache(lambda name: prompts.of(json.loads((checkpoint(name) / "config.json").read_text())))
+
+
+@pytest.fixture
+def prompts(name, given):
+    """Those of the model at hand."""
+    return given(name)

@@ -3,3 +3,4 @@
 QWEN3_VL = ["demo", "dense", "one_kv_head", "unordered_taps", "moe_hub"]
 UNWINDOWED = [*QWEN3_VL, "qwen2"]
 ALL = [*UNWINDOWED, "qwen2_5"]
+RECURRENT = ["hybrid", "hybrid_uneven", "hybrid_moe"]

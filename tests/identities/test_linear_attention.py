@@ -59,16 +59,6 @@ def test_a_block_has_the_one_mixer_that_its_config_names(model):
             getattr(layer, other)
 
 
-def test_a_pattern_of_sites_finds_the_blocks_that_have_the_mixer(model):
-    linear = recurrent(model)
-    found = vlscope.sites.expand(model, "layers.*.linear_attn.states")
-    assert found == [f"layers.{i}.linear_attn.states" for i in linear]
-    full = [i for i in range(model.num_layers) if i not in linear]
-    assert vlscope.sites.expand(model, "layers.*.self_attn.attention_output") == [
-        f"layers.{i}.self_attn.attention_output" for i in full
-    ]
-
-
 def test_support_says_which_blocks_lack_what(model):
     support, linear = model.support(), recurrent(model)
     full = [i for i in range(model.num_layers) if i not in linear]
@@ -120,15 +110,6 @@ def test_axes_are_those_of_the_config(model, image):
 # --- sums -------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_adds_its_mixer_and_mlp_to_the_stream(name, model, inputs):
-    for case in ("text", "two_images", "padded_mixed"):
-        for i in range(model.num_layers):
-            mixer = "linear_attn" if i in recurrent(model) else "self_attn"
-            values = ("layer_input", f"{mixer}.attention_output", "mlp.mlp_output", "layer_output")
-            x, attn, mlp, out = collect(model, inputs(name, case), *(f"layers.{i}.{value}" for value in values))
-            assert torch.equal(x + attn + mlp, out)
-
-
 def test_the_heads_of_a_gated_block_pass_their_gate(model, text):
     (at,) = [i for i in range(model.num_layers) if i not in recurrent(model)][:1]
     names = ("q_proj.output", "attention_head_outputs", "o_proj.input", "attention_output")
@@ -138,62 +119,7 @@ def test_the_heads_of_a_gated_block_pass_their_gate(model, text):
     assert torch.equal(model.layers[at].self_attn.o_proj(entering), out)
 
 
-def test_a_norm_is_served_after_one_plus_its_weight(model, text):
-    x, normed = collect(model, text, "layers.1.input", "layers.1.input_layernorm.output")
-    weight, eps = model.layers[1].input_layernorm.weight, model.config["text_config"]["rms_norm_eps"]
-    assert torch.equal(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (1 + weight), normed)
-
-
-def test_the_last_block_projected_is_the_logits(model, text):
-    out, logits = collect(model, text, f"layers.{model.num_layers - 1}.layer_output", "logits")
-    assert torch.equal(model.project_on_vocab(out), logits)
-
-
 # --- the recurrence ---------------------------------------------------------------------------------------------
-
-
-def test_states_are_the_recurrence_and_the_heads_read_them(model):
-    at = recurrent(model)[0]
-    names = (*INTERIOR, "attention_head_outputs", "state_output")
-    q, k, v, decays, betas, state, states, heads, last = collect(
-        model, long(model), *(f"layers.{at}.linear_attn.{value}" for value in names)
-    )
-    assert decays.max() <= 0 and betas.min() >= 0 and betas.max() <= 1
-    assert state.count_nonzero() == 0 and states.dtype == torch.float32
-    q, k = unit(q) / q.shape[-1] ** 0.5, unit(k)
-    for t in range(q.shape[1]):
-        state = state * decays[:, t].exp()[..., None, None]
-        written = betas[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], written)
-        torch.testing.assert_close(states[:, t], state, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.einsum("bthk,bthkv->bthv", q, states), heads, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(states[:, -1], last, rtol=1e-4, atol=1e-5)
-
-
-def test_reading_states_leaves_the_logits_as_they_are(model):
-    prompt = long(model)
-    clean = logits_of(model, prompt)
-
-    def read():
-        for i in recurrent(model):
-            mixer = model.layers[i].linear_attn
-            mixer.state_after(70), mixer.states, mixer.state_output
-
-    assert torch.equal(logits_of(model, prompt, read), clean)
-
-
-@pytest.mark.parametrize("value", WRITTEN)
-def test_a_write_moves_later_logits_only(model, text, value):
-    clean, position = logits_of(model, text), 5
-
-    def edit():
-        getattr(model.layers[recurrent(model)[0]].linear_attn, value)[:, position:] *= -0.5
-
-    edited = logits_of(model, text, edit)
-    torch.testing.assert_close(edited[:, :position], clean[:, :position], rtol=1e-4, atol=1e-5)
-    if value != "states":  # heads are then made token by token
-        assert torch.equal(edited[:, :position], clean[:, :position])
-    assert (edited[:, position:] - clean[:, position:]).abs().max() > 1e-4
 
 
 def test_a_state_to_start_from_is_what_the_tokens_go_on_from(model, text):
@@ -238,28 +164,11 @@ def test_the_state_after_a_token_is_that_of_the_states(model, text):
         assert torch.equal(row, states[:, t])
 
 
-def test_a_state_put_behind_a_token_is_read_by_it_and_gone_on_from(model):
-    at, token, prompt = recurrent(model)[0], 70, long(model)
-    site = f"layers.{at}.linear_attn"
-    names = ("attention_queries", "states", "attention_head_outputs")
-    q, states, heads = collect(model, prompt, *(f"{site}.{value}" for value in names))
-    other = states[:, 20].clone()
-    with model.trace(**prompt):
-        mixer = model.layers[at].linear_attn
-        mixer.set_state_after(token, other)
-        assert torch.equal(mixer.state_after(token), other)
-        after = mixer.state_after(token + 1)
-        new_states, new_heads = mixer.states.save(), mixer.attention_head_outputs.save()
-        last, logits = mixer.state_output.save(), model.logits.save()
-    assert torch.equal(new_states[:, :token], states[:, :token]) and torch.equal(new_states[:, token], other)
-    assert torch.equal(new_states[:, token + 1], after) and not torch.equal(after, states[:, token + 1])
-    torch.testing.assert_close(new_heads[:, :token], heads[:, :token], rtol=1e-4, atol=1e-6)
-    read = torch.einsum("bhk,bhkv->bhv", unit(q[:, token]) / q.shape[-1] ** 0.5, other)
-    torch.testing.assert_close(new_heads[:, token], read, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(new_states[:, -1], last, rtol=1e-4, atol=1e-5)
-    clean = logits_of(model, prompt)
-    torch.testing.assert_close(logits[:, :token], clean[:, :token], rtol=1e-4, atol=1e-4)
-    assert (logits[:, token:] - clean[:, token:]).abs().max() > 1e-3
+def test_a_saved_state_goes_by_the_name_of_its_method(model, text):
+    k = recurrent(model)[0]
+    with model.trace(**text) as tracer:
+        state = model.layers[k].linear_attn.state_after(-1).save()
+    assert list(tracer.saved) == [f"layers.{k}.linear_attn.state_after"] and [*tracer.saved.values()][0] is state
 
 
 def test_a_state_put_in_its_own_place_is_neutral(model):
@@ -322,21 +231,6 @@ def test_a_padded_row_is_the_row_alone(name, model, inputs):
 
 
 # --- generation ---------------------------------------------------------------------------------------------------
-
-
-def test_each_step_starts_from_the_state_that_the_last_one_left(model, image):
-    linear = recurrent(model)
-    left, found = [], []
-    with model.generate(**image, max_new_tokens=4, eos_token_id=[]) as tracer:
-        for step in tracer.iter[:]:
-            for i in linear:
-                mixer = model.layers[i].linear_attn
-                found.append(None if mixer.state_input is None else mixer.state_input.clone())
-                assert mixer.attention_keys.shape[1] == (image["input_ids"].shape[1] if step == 0 else 1)
-                left.append(mixer.state_output.clone())
-    assert all(state is None for state in found[: len(linear)])
-    for state, before in zip(found[len(linear) :], left, strict=False):
-        assert torch.equal(state, before)
 
 
 def test_steps_of_a_generation_are_a_forward_over_all_tokens(model, image):
@@ -453,7 +347,7 @@ def test_shapes_are_known_without_weights(model, image):
 
 
 def test_a_long_prompt_equals_transformers(name, attention, model, reference_model):
-    from parity import reference
+    from vlscope.verify import reference
 
     prompt = long(model)
     run = reference.run(reference_model(name, attention), prompt)

@@ -12,17 +12,6 @@ from sites import collect
 MASKS = [f"vision.{kind}_token_mask" for kind in ("image", "video", "visual")]
 
 
-def test_the_masks_mark_the_tokens_and_count_the_features(model, prompts):
-    inputs = prompts.images_and_videos
-    images, videos, visual, first, second, entering = collect(
-        model, inputs, *MASKS, "vision.image_features", "vision.video_features", "layers.0.input"
-    )
-    assert torch.equal(images, inputs["input_ids"] == tiny.IMAGE)
-    assert torch.equal(videos, inputs["input_ids"] == tiny.VIDEO)
-    assert torch.equal(visual, images | videos)
-    assert torch.equal(entering[images], first) and torch.equal(entering[videos], second)
-
-
 @pytest.mark.parametrize("name", UNWINDOWED)
 def test_the_features_are_the_two_parts_of_the_projectors_output(model, prompts):
     with model.trace(**prompts.images_and_videos):
@@ -101,26 +90,6 @@ def test_masks_are_copies_that_nobody_assigns(model, prompts):
     assert torch.equal(logits, model(**prompts.images_and_videos).logits)
 
 
-@pytest.mark.parametrize("name", UNWINDOWED)
-def test_each_frame_is_a_segment_that_sees_no_other(model, prompts):
-    inputs = prompts.videos
-    first, second = inputs["video_grid_thw"].tolist()
-    frame = first[1] * first[2]
-    with model.trace(**inputs):
-        ends = model.vision.layers[0].inputs[1]["cu_seqlens"].tolist()
-    lengths = [h * w for t, h, w in (first, second) for _ in range(t)]
-    assert ends == torch.tensor([0, *lengths]).cumsum(0).tolist()
-
-    changed = dict(inputs, pixel_values_videos=inputs["pixel_values_videos"].clone())
-    changed["pixel_values_videos"][frame : 2 * frame] *= -1
-    same = torch.ones(ends[-1], dtype=torch.bool)
-    same[frame : 2 * frame] = False
-    sites = [f"vision.layers.{i}.layer_output" for i in range(model.vision.num_layers)]
-    for a, b in zip(collect(model, inputs, *sites), collect(model, changed, *sites), strict=True):
-        assert torch.equal(a[:, same], b[:, same])
-        assert not torch.equal(a[:, ~same], b[:, ~same])
-
-
 def test_every_frame_has_the_same_places(model, prompts):
     """What tells frames apart is the text between them: equal frames leave the tower equal."""
     inputs = dict(prompts.videos)
@@ -133,35 +102,6 @@ def test_every_frame_has_the_same_places(model, prompts):
     frames = features[: t * h * w // 4].view(t, h * w // 4, -1)
     assert torch.equal(entering[: h * w], entering[h * w : 2 * h * w])
     torch.testing.assert_close(frames[0], frames[1])
-
-
-def test_a_video_of_one_frame_is_an_image_under_another_token(model, prompts):
-    inputs = prompts.two_images
-    ids = inputs["input_ids"]
-    video = {
-        "input_ids": ids.masked_fill(ids == tiny.IMAGE, tiny.VIDEO),
-        "attention_mask": inputs["attention_mask"],
-        "pixel_values_videos": inputs["pixel_values"],
-        "video_grid_thw": inputs["image_grid_thw"],
-    }
-    sites = ("vision.{}_features", "layers.1.layer_input", "layers.1.layer_output", "logits")
-    as_image = collect(model, inputs, *(site.format("image") for site in sites))
-    as_video = collect(model, video, *(site.format("video") for site in sites))
-    for a, b in zip(as_image, as_video, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_one_pass_over_images_and_videos_gives_what_each_gives_alone(model, prompts):
-    inputs = prompts.images_and_videos
-    together = collect(model, inputs, "vision.image_features", "vision.video_features")
-    for kind, pixels, features in zip(
-        ("image", "video"), ("pixel_values", "pixel_values_videos"), together, strict=True
-    ):
-        token = getattr(tiny, kind.upper())
-        ids = inputs["input_ids"][inputs["input_ids"].ne(tiny.IMAGE + tiny.VIDEO - token)]
-        alone = {"input_ids": ids[None], pixels: inputs[pixels], f"{kind}_grid_thw": inputs[f"{kind}_grid_thw"]}
-        (value,) = collect(model, alone, f"vision.{kind}_features")
-        torch.testing.assert_close(features, value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_row_with_videos_gives_the_logits_it_gives_alone(model, prompts):

@@ -292,6 +292,8 @@ INSTANTIATE_TEST_SUITE_P(
         Wrong{"/text_config/num_key_value_heads", 3,
               "4 is not a multiple of num_key_value_heads 3"},
         Wrong{"/text_config/head_dim", 15, "text_config.head_dim 15 is odd"},
+        Wrong{"/text_config/num_hidden_layers", 1025, "from 1 to 1024, found 1025"},
+        Wrong{"/vision_config/depth", 1025, "from 1 to 1024, found 1025"},
         Wrong{"/text_config/rms_norm_eps", 0, "must be a positive number, found 0"},
         Wrong{"/text_config/rms_norm_eps", "1e-6", "must be a positive number"},
         Wrong{"/text_config/rope_theta", -1, "text_config.rope_theta must be a positive number"},

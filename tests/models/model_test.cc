@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -130,6 +131,28 @@ TEST(Positions, PaddingIsLeftOutAndHoldsZero) {
   EXPECT_THAT(axis(checked(inputs, config()).position_ids, 0), ElementsAre(0, 0, 0, 1));
 }
 
+TEST(Positions, AHiddenImageTakesNoneAndTheNextHasItsOwnGrid) {
+  Inputs inputs = prompt({1, I, I, 2, I, I, 3}, {{1, 2, 4}, {1, 4, 2}});
+  inputs.attention_mask = longs({1, 0, 0, 1, 1, 1, 1}).unsqueeze(0);
+  const at::Tensor positions = checked(inputs, config()).position_ids;
+  EXPECT_THAT(axis(positions, 1), ElementsAre(0, 0, 0, 1, 2, 3, 4));
+  EXPECT_THAT(axis(positions, 2), ElementsAre(0, 0, 0, 1, 2, 2, 4));
+  inputs.attention_mask = longs({1, 1, 1, 1, 1, 0, 1}).unsqueeze(0);
+  EXPECT_THAT(refusal(inputs), HasSubstr("attention_mask is 0 on 1 of the 2 tokens of image 1 at "
+                                         "position 4"));
+}
+
+TEST(CheckedInputs, TakeNumbersAlone) {
+  Inputs inputs = prompt({I}, {{1, 2, 2}});
+  inputs.pixel_values[2][7] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_THAT(refusal(inputs), HasSubstr("pixel_values holds nan at patch 2, column 7"));
+  inputs.pixel_values = at::zeros({4, 1536}, at::kMeta);  // As a scan has them.
+  EXPECT_THAT(refusal(inputs), HasSubstr("accepted"));
+  EXPECT_THROW(check_pixels_hold_data(inputs), InputError);
+  inputs.input_ids = inputs.input_ids.to(at::kMeta);
+  EXPECT_THAT(refusal(inputs), HasSubstr("input_ids is on meta"));
+}
+
 TEST(CheckedInputs, NameWhatDisagreesWithBothNumbers) {
   EXPECT_THAT(refusal(prompt({1, 96})), HasSubstr("holds 96 at row 0, position 1; the vocabulary "
                                                   "has ids 0 to 95"));
@@ -182,6 +205,19 @@ TEST(CheckedInputs, NameWhatDisagreesInAVideo) {
   cut.pixel_values_videos = at::zeros({7, 1536});
   EXPECT_THAT(refusal(cut),
               HasSubstr("pixel_values_videos has 7 patches, video_grid_thw counts 8"));
+}
+
+TEST(CheckedInputs, RefuseGridsWhosePatchesCountToNoneIn64Bits) {
+  // 16 of 2^60 patches: added without care, they are as many as no pixels have.
+  const std::int64_t side = 1 << 20;
+  const Grids grids(16, {side, side, side});
+  Inputs inputs = prompt({1, 2});
+  std::vector<std::int64_t> flat;
+  for (const auto& grid : grids) flat.insert(flat.end(), grid.begin(), grid.end());
+  inputs.video_grid_thw = longs(flat).view({-1, 3});
+  inputs.pixel_values_videos = at::zeros({0, 3 * 2 * 16 * 16});
+  EXPECT_THAT(refusal(inputs),
+              HasSubstr("has 0 patches, video_grid_thw counts 9223372036854775807"));
 }
 
 TEST(VisionLayout, PatchesLieInMergeBlockOrder) {

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import vlscope
-from parity import reference
 from sites import difference, each, read, write
+from vlscope.verify import reference
 
 # Heads made from a written pattern go by plain matrix products; under sdpa both sides leave the fused kernel there.
 RECOMPUTED = ("attention_scores", "attention_probabilities")

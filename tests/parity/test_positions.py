@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from parity.cases import Spelling
+from vlscope.verify.prompts import Spelling
 
 
 def random_prompt(draw, spelling):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tiny
-from parity import reference
-from parity.cases import CASES
 from sites import difference, each
+from vlscope.verify import reference
+from vlscope.verify.prompts import CASES
 
 MODELS = [*tiny.CONFIGS, "demo"]
 IMPLEMENTATIONS = ["eager", "sdpa"]

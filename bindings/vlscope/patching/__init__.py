@@ -4,11 +4,12 @@ All of it is a few lines over `model.trace`, and ordinary code can mix it with e
 `replace` and `knockout` act on an open trace; `collect`, `mean` and `resample` gather what to put in;
 `sweep`, `ablate`, `attribution` and `path` run whole experiments.
 
-Prompts are whatever `model.trace` takes, one prompt each; a prompt with images is the dict of the
-arguments, `{"prompt": "What color is this?", "images": [picture]}`.
+Prompts are whatever `model.trace` takes; a prompt with images is the dict of the arguments, `{"prompt":
+"What color is this?", "images": [picture]}`. A list of prompts of the same length is run as a batch.
 
-A metric is a function of the logits [1, seq, vocab_size] that gives one number, or a pair of tokens
-(texts or ids): the logit of the first minus that of the second at the last position.
+A metric is a function of the logits [batch, seq, vocab_size] that gives one number, or a pair of tokens
+(texts or ids): the logit of the first minus that of the second at the last position. For a batch it
+is the mean of these, and pairs may be given for each prompt.
 
 Sites are named as in `vlscope.sites`. Where `layers=` is taken, `site` is the part below the block.
 """

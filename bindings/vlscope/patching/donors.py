@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InputError
-from ..recording import Recording
-from ..sites import dims, expand, expand_below, read
+from ..prompts import encode_batch
+from ..sites import expand, expand_below, read
 from ..trace import save
-from .edits import Replacement, axis_of, fitting, one_tensor
+from .edits import Replacement, axis_of, fitting
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
 
-Prompt = Any  # what a trace takes, or a dict of its arguments
+Prompt = Any  # what a trace takes, or a dict of its arguments, or a list of these
 
 
-def collect(model: StandardizedTransformer, prompt: Prompt, sites: str | Iterable[str]) -> dict[str, torch.Tensor]:
-    """The values of sites and patterns in a run of a prompt, by site. No gradient is recorded."""
+def collect(model: StandardizedTransformer, prompt: Prompt, sites: str | Iterable[str]) -> dict[str, Any]:
+    """The values of sites and patterns in a run of a prompt or a batch, by site: a tensor each, or a tuple
+    of them. No gradient is recorded."""
     names = expand(model, sites)
     if not names:
         return {}
@@ -65,9 +66,10 @@ def mean(
     sums: dict[str, torch.Tensor] = {}
     counts = dict.fromkeys(names, 0)
     for prompt in _several(prompts):
-        for name, value in collect(model, prompt, names).items():
-            value = one_tensor(value, name)
-            where = axis_of(dims(model, name), None, name)
+        for name, value in collect(model, _single(model, prompt), names).items():
+            if not isinstance(value, torch.Tensor):
+                raise InputError(f"{name} is several tensors, one for each image: take their means in a trace")
+            where = axis_of(model, name, None, value.ndim)
             total = value.double() if per_position else value.double().sum(where, keepdim=True)
             if name in sums:
                 total = total + fitting(sums[name], total, name)
@@ -83,11 +85,11 @@ def resample(
     layers: int | Sequence[int] | None = None,
     *,
     seed: int = 0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Resample ablation: for each site the value of one of several prompts, drawn anew for each site
     (Chan et al. 2022, "Causal scrubbing"). The prompts must align with the run they are put in."""
     names = expand_below(model, site, layers)
-    runs = [collect(model, prompt, names) for prompt in _several(prompts)]
+    runs = [collect(model, _single(model, prompt), names) for prompt in _several(prompts)]
     drawn = torch.randint(len(runs), (len(names),), generator=torch.Generator().manual_seed(seed)).tolist()
     return {name: runs[choice][name] for name, choice in zip(names, drawn, strict=True)}
 
@@ -98,13 +100,23 @@ def _several(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts
 
 
-def encoded(model: StandardizedTransformer, prompt: Prompt) -> dict[str, Any]:
-    """The arguments of a trace of one prompt, its images processed."""
-    if isinstance(prompt, Recording):
-        prompt = prompt.inputs
-    given = isinstance(prompt, Mapping) and "input_ids" not in prompt
-    run = model.encode(**prompt) if given else model.encode(prompt)
+def _single(model: StandardizedTransformer, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """The arguments of a trace of one prompt."""
+    run = encoded(model, prompt)
     count = len(run["input_ids"])
     if count != 1:
-        raise InputError(f"a batch of {count} prompts was given; these helpers take one prompt at a time")
+        raise InputError(f"a batch of {count} prompts stands in the list of prompts: give each by itself")
+    return run
+
+
+def encoded(model: StandardizedTransformer, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """The arguments of a trace of one prompt, or of several of the same length; images processed."""
+    run = encode_batch(model, prompt)
+    mask = run.get("attention_mask")
+    if mask is not None and (mask != mask[0]).any():
+        lengths = ", ".join(map(str, mask.sum(1).tolist()))
+        raise InputError(
+            f"the prompts of the batch have {lengths} tokens: a position stands for the same in each only where they "
+            "have the same number"
+        )
     return run

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import InputError
 from ..sites import dims, expand, expand_below, read, write
+from ..tree import Tensors
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 POSITION_AXES = ("seq", "query", "patches", "image_tokens", "video_tokens")
 
 Selection = Any  # an index, a slice, a sequence of indices, a boolean mask, or None for all
-Replacement = Mapping[str, torch.Tensor] | Callable[[torch.Tensor, str], torch.Tensor]
+Replacement = Mapping[str, Any] | Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def replace(root: StandardizedTransformer | Tracer, site: str, by: Replacement, **at: Selection) -> None:
@@ -29,19 +30,42 @@ def replace(root: StandardizedTransformer | Tracer, site: str, by: Replacement, 
 
     Args:
         root: the tracer, or the model for the innermost trace.
-        site: one site or a pattern, in forward order.
+        site: one site or a pattern, in forward order. Of a value of several tensors, such as one for each
+            image, each is replaced.
         by: `zero`, `noise(...)`, a mapping from sites to tensors (see `collect`, `mean`, `resample`),
             or a function of the value and its site. Axes of length 1 are repeated.
         at: for each axis by its name (`seq`, `heads`, `patches`, ...; see `vlscope.sites.dims`) an
             index, a slice, a list of indices or a boolean mask; several axes choose their product.
     """
-    model = _model_of(root)
-    for name in expand(model, site):
-        value = one_tensor(read(root, name), name)
-        new = fitting(by(value, name) if callable(by) else by[name], value, name)
-        if at:
-            new = torch.where(_chosen(dims(model, name), value, at, name), new, value)
-        write(root, name, new.expand_as(value).clone())
+    for name in expand(_model_of(root), site):
+        put(root, name, by, at)
+
+
+def put(root: StandardizedTransformer | Tracer, site: str, by: Replacement, at: Mapping[Any, Selection]) -> None:
+    """`replace` at one site. An axis goes by its name or its number."""
+    parts = read_parts(root, site)
+    several = isinstance(parts, Tensors)
+    if callable(by):
+        new = tuple(by(part, f"{site}.{k}" if several else site) for k, part in enumerate(parts))
+    else:
+        new = parts_of(by[site])
+    pairs = zip(matching(new, parts, site), parts, strict=True)
+    made = [_replaced(_model_of(root), site, part, donor, at) for donor, part in pairs]
+    write(root, site, tuple(made) if several else made[0])
+
+
+def _replaced(
+    model: StandardizedTransformer,
+    site: str,
+    value: torch.Tensor,
+    new: torch.Tensor,
+    at: Mapping[Any, Selection],
+) -> torch.Tensor:
+    """A tensor of `value`'s shape, with `new` where `at` says."""
+    new = fitting(new, value, site)
+    if at:
+        new = torch.where(_chosen(model, value, at, site), new, value)
+    return new.expand_as(value).clone()
 
 
 def knockout(
@@ -66,7 +90,7 @@ def knockout(
     model = _model_of(root)
     for site in expand_below(model, "self_attn.attention_probabilities", layers):
         pattern = read(root, site)
-        cut = _chosen(dims(model, site), pattern, {"heads": heads, "query": queries, "key": keys}, site)
+        cut = _chosen(model, pattern, {"heads": heads, "query": queries, "key": keys}, site)
         left = pattern.masked_fill(cut, 0)
         total = left.sum(-1, keepdim=True)
         renormalised = left / total.masked_fill(total == 0, 1)
@@ -84,18 +108,38 @@ def _model_of(root: Any) -> StandardizedTransformer:
     return root._model  # a model is the root of its own tree, a tracer has one
 
 
-def one_tensor(value: Any, site: str) -> torch.Tensor:
-    """`value`, refused if it is several tensors, as the patterns of each image are."""
-    if not isinstance(value, torch.Tensor):
-        raise InputError(f"{site} is not one tensor but {type(value).__name__}: read and edit its parts in a trace")
+def read_parts(root: StandardizedTransformer | Tracer, site: str) -> tuple[torch.Tensor, ...]:
+    """The tensors of a site's value: one, or `Tensors` as of the patterns of each image."""
+    value = read(root, site)
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if not isinstance(value, Tensors):
+        raise InputError(f"{site} is no one value but {type(value).__name__}: name a value that it holds")
     return value
 
 
-def axis_of(axes: Sequence[str], name: str | None, site: str) -> int:
-    """The index of an axis by name, or of the axis of positions."""
-    found = [k for k, axis in enumerate(axes) if (axis in POSITION_AXES if name is None else axis == name)]
+def parts_of(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of what was collected or is to be put in, one or several."""
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def matching(new: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], site: str) -> Sequence[torch.Tensor]:
+    """`new`, refused if it is another number of tensors than the value's `parts`."""
+    if len(new) != len(parts):
+        raise InputError(f"{site} holds {len(parts)} tensors here, and what is to be put in is {len(new)}")
+    return new
+
+
+def axis_of(model: StandardizedTransformer, site: str, axis: str | int | None, rank: int) -> int:
+    """The index of an axis of a site's tensors by its name or number, or of the axis of positions."""
+    if isinstance(axis, int):
+        if not -rank <= axis < rank:
+            raise InputError(f"axis {axis} of {site}: it has {rank} axes, 0 to {rank - 1}")
+        return axis % rank
+    axes = dims(model, site)
+    found = [k for k, name in enumerate(axes) if (name in POSITION_AXES if axis is None else name == axis)]
     if not found:
-        wanted = "positions" if name is None else repr(name)
+        wanted = "positions" if axis is None else repr(axis)
         raise InputError(f"{site} has the axes {', '.join(axes)}, and none of {wanted}")
     return found[0]
 
@@ -108,17 +152,19 @@ def fitting(new: torch.Tensor, value: torch.Tensor, site: str) -> torch.Tensor:
     return new.to(value)
 
 
-def _chosen(axes: Sequence[str], value: torch.Tensor, at: Mapping[str, Selection], site: str) -> torch.Tensor:
+def _chosen(
+    model: StandardizedTransformer, value: torch.Tensor, at: Mapping[Any, Selection], site: str
+) -> torch.Tensor:
     """True on the part of a value that `at` chooses; broadcasts to the value."""
     chosen = torch.ones([1] * value.ndim, dtype=torch.bool)
-    for name, choice in at.items():
-        where = axis_of(axes, name, site)
-        kept = selected(choice, value.shape[where], name, site)
+    for axis, choice in at.items():
+        where = axis_of(model, site, axis, value.ndim)
+        kept = selected(choice, value.shape[where], axis, site)
         chosen = chosen & kept.reshape([-1 if k == where else 1 for k in range(value.ndim)])
     return chosen.to(value.device)
 
 
-def selected(choice: Selection, length: int, axis: str, site: str) -> torch.Tensor:
+def selected(choice: Selection, length: int, axis: str | int, site: str) -> torch.Tensor:
     """[length], True where `choice` says."""
     kept = torch.zeros(length, dtype=torch.bool)
     if choice is None:

@@ -11,12 +11,14 @@ import torch
 
 from ..errors import InputError
 from ..sites import dims, expand, expand_below, reaches, read, write
+from ..trace import save
 from .affected import Columns, reaches_rows_alone, run_affected, whole
 from .donors import Prompt, collect, encoded
-from .edits import Replacement, Selection, axis_of, fitting, one_tensor, replace, selected
+from .edits import Replacement, Selection, axis_of, fitting, matching, put, read_parts, selected
 
 if TYPE_CHECKING:
     from ..model import StandardizedTransformer
+    from ..recording import Recording
 
 Metric = Callable[[torch.Tensor], Any] | Sequence[Any]
 Rows = Literal["all", "affected"]
@@ -41,8 +43,10 @@ class Cells:
         sites: the site of each row.
         layers: the block of each row; None for a site outside the blocks.
         positions: the indices that each column stands for, along `axis`.
-        axis: the axis that the columns run along: "seq", "patches", "image_tokens", "heads", ...
-        tokens: the text of each column's tokens; along other axes their indices.
+        axis: the axis that the columns run along: "seq", "patches", "image_tokens", "heads", ...; its number
+            where it was given by that.
+        tokens: the text of each column's tokens; their indices along other axes, and where the prompts
+            of a batch differ.
         corrupted: the metric of the run without a change.
         clean: the metric of the run that the values came from; None where no single run is that.
         rows: "all", or "affected" where only the rows that a change reaches were computed.
@@ -97,7 +101,7 @@ def sweep(
     positions: Sequence[Selection] | None = None,
     *,
     metric: Metric,
-    axis: str | None = None,
+    axis: str | int | None = None,
     rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
@@ -113,11 +117,12 @@ def sweep(
         positions: the columns, each an index, a slice or a list of indices that are patched
             together; each position by itself if not given.
         axis: the axis of the value that `positions` run along: by default that of the tokens or
-            patches; "heads" patches head by head.
+            patches; "heads" patches head by head. Of a native site whose axes have no names, its number.
         rows: "all" runs every cell by itself and gives the bits of plain traces. "affected" runs the
             rows that a change reaches, from its position on, many cells in one forward: the same
             values within 1e-5 in a fraction of the time. Where that cannot be (outside the text
-            blocks, or while the model keeps edits) all rows are run; `Cells.rows` says which it was.
+            blocks, in a batch, along an axis by its number, or while the model keeps edits) all rows are
+            run; `Cells.rows` says which it was.
         progress: a progress bar on a terminal.
 
     Returns:
@@ -128,7 +133,7 @@ def sweep(
     """
     source, target = encoded(model, clean), encoded(model, corrupted)
     _check_alignment(source, target)
-    measure = _metric(model, metric)
+    measure = _metric(model, metric, target)
     sites = expand_below(model, site, layers)
     values = collect(model, source, sites)
     cells = _run_cells(model, target, values, _Plan(sites, positions, axis, measure, rows, progress))
@@ -144,7 +149,7 @@ def ablate(
     positions: Sequence[Selection] | None = None,
     *,
     metric: Metric,
-    axis: str | None = None,
+    axis: str | int | None = None,
     rows: Rows = "all",
     progress: bool = True,
 ) -> Cells:
@@ -152,8 +157,9 @@ def ablate(
     the values of `mean(...)` or `resample(...)`, any mapping from sites to tensors, or a function
     of the value and its site. The other arguments are those of `sweep`.
     """
-    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric), rows, progress)
-    return _run_cells(model, encoded(model, prompt), by, plan)
+    run = encoded(model, prompt)
+    plan = _Plan(expand_below(model, site, layers), positions, axis, _metric(model, metric, run), rows, progress)
+    return _run_cells(model, run, by, plan)
 
 
 def attribution(
@@ -164,7 +170,7 @@ def attribution(
     layers: int | Sequence[int] | None = None,
     *,
     metric: Metric,
-    axis: str | None = None,
+    axis: str | int | None = None,
 ) -> Cells:
     """Attribution patching: for every site and position, the first-order estimate of what `sweep`
     would change, from one forward of each prompt and one backward of the corrupted one:
@@ -177,28 +183,36 @@ def attribution(
     """
     source, target = encoded(model, clean), encoded(model, corrupted)
     _check_alignment(source, target)
-    measure = _metric(model, metric)
+    measure = _metric(model, metric, target)
     sites = expand_below(model, site, layers)
+    _check_whole(model, sites, measure)
     where = _common_axis(model, sites, axis)
-    values = collect(model, source, sites)
+    with torch.no_grad(), model.trace(**source, **measure.needs):
+        values = {name: read_parts(model, name) for name in sites}
+        reached = measure.of(model.logits).item()
     with torch.enable_grad(), model.trace(**target, **measure.needs):
-        served = []
-        for name in sites:
-            value = one_tensor(read(model, name), name)
-            served.append(value if value.requires_grad else value.requires_grad_())
-        _check_lengths({name: value.shape for name, value in zip(sites, served)}, where)
+        served = {name: [_with_grad(part) for part in read_parts(model, name)] for name in sites}
+        length = _common_length(model, {name: [part.shape for part in served[name]] for name in sites}, where)
         score = measure.of(model.logits)
-        gradients = torch.autograd.grad(score, served, allow_unused=True)
-    rows = []
-    for name, value, gradient in zip(sites, served, gradients, strict=True):
-        donor = fitting(values[name], value, name)
-        effect = torch.zeros_like(value) if gradient is None else (donor - value.detach()) * gradient
-        rows.append(effect.sum([k for k in range(effect.ndim) if k != where]))
-    columns = [(index,) for index in range(served[0].shape[where])]
-    labels = _labels(model, target, sites, columns, dims(model, sites[0])[where])
-    return Cells(
-        torch.stack(rows).cpu(), corrupted=score.item(), clean=measure.run(model, source), **labels, estimated=True
-    )
+        parts = [part for name in sites for part in served[name]]
+        gradients = iter(torch.autograd.grad(score, parts, allow_unused=True))
+    effects = []
+    for name in sites:
+        pairs = zip(matching(values[name], served[name], name), served[name], strict=True)
+        each = [_first_order(fitting(donor, part, name), part, next(gradients), where) for donor, part in pairs]
+        effects.append(torch.stack(each).sum(0))
+    labels = _labels(model, target, sites, [(index,) for index in range(length)], _axis_name(model, sites, where, axis))
+    return Cells(torch.stack(effects).cpu(), corrupted=score.item(), clean=reached, **labels, estimated=True)
+
+
+def _with_grad(value: torch.Tensor) -> torch.Tensor:
+    return value if value.requires_grad else value.requires_grad_()
+
+
+def _first_order(donor: torch.Tensor, value: torch.Tensor, gradient: torch.Tensor | None, where: int) -> torch.Tensor:
+    """The estimated effect along one axis; zero where the metric does not depend on the value."""
+    effect = torch.zeros_like(value) if gradient is None else (donor - value.detach()) * gradient
+    return effect.sum([k for k in range(effect.ndim) if k != where % effect.ndim])
 
 
 def path(
@@ -209,8 +223,8 @@ def path(
     receivers: str | Sequence[str],
     *,
     metric: Metric,
-    sender_at: Mapping[str, Selection] | None = None,
-    receiver_at: Mapping[str, Selection] | None = None,
+    sender_at: Mapping[str | int, Selection] | None = None,
+    receiver_at: Mapping[str | int, Selection] | None = None,
     freeze: Sequence[str] | None = None,
 ) -> float:
     """Path patching: the metric of the corrupted run when only the paths from `sender` to `receivers`
@@ -233,7 +247,7 @@ def path(
         sender: one site.
         receivers: sites or patterns; all are replaced together.
         sender_at, receiver_at: the part of the values that is patched, by axis, as in `replace`:
-            `{"heads": 3}`, `{"seq": -1}`. All of it by default.
+            `{"heads": 3}`, `{"seq": -1}`; an axis may go by its number. All of it by default.
 
     Raises:
         InputError: prompts that do not align; a receiver that comes before the sender.
@@ -247,20 +261,27 @@ def path(
     if model.order(targets[0]) < model.order(sender):
         raise InputError(f"{targets[0]} comes before {sender} in the forward: no path leads there")
     held = _between(model, target, sender, targets[-1], freeze)
-    donor, base = collect(model, source, sender), collect(model, target, held)
-    noted: dict[str, torch.Tensor] = {}
-    measure = _metric(model, metric)
-    with torch.no_grad(), model.trace(**target, **measure.needs):
-        replace(model, sender, donor, **(sender_at or {}))
+    donor, recorded = collect(model, source, sender), model.record(target)
+    base = _collect_from(model, recorded, held)
+    noted: dict[str, Any] = {}
+    measure = _metric(model, metric, target)
+    with torch.no_grad(), model.trace(recorded, **measure.needs):
+        put(model, sender, donor, sender_at or {})
         for site in expand(model, [*targets, *held]):
             if site in targets:
-                noted[site] = read(model, site).clone()
+                noted[site] = tuple(part.clone() for part in read_parts(model, site))
             if site in held:
                 write(model, site, base[site])
-    with torch.no_grad(), model.trace(**target, **measure.needs):
+    with torch.no_grad(), model.trace(recorded, **measure.needs):
         for site in targets:
-            replace(model, site, noted, **(receiver_at or {}))
+            put(model, site, noted, receiver_at or {})
         return measure.of(model.logits).item()
+
+
+def _collect_from(model: StandardizedTransformer, recorded: Recording, sites: Sequence[str]) -> dict[str, Any]:
+    """`collect` from a recording, which runs from the first of the sites on."""
+    with torch.no_grad(), model.trace(recorded):
+        return {name: save(read(model, name)) for name in sites}
 
 
 def _between(
@@ -284,7 +305,7 @@ class _Plan:
 
     sites: list[str]
     positions: Sequence[Selection] | None
-    axis: str | None
+    axis: str | int | None
     measure: _Measure
     rows: Rows
     progress: bool
@@ -296,13 +317,14 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
 
     if plan.rows not in ("all", "affected"):
         raise InputError(f"rows is {plan.rows!r}; give 'all' or 'affected'")
+    _check_whole(model, plan.sites, plan.measure)
     where = _common_axis(model, plan.sites, plan.axis)
     baseline = _baseline(model, run, plan.sites, plan.measure)
-    _check_lengths(baseline.shapes, where)
-    axis, length = dims(model, plan.sites[0])[where], baseline.shapes[plan.sites[0]][where]
+    length, axis = _common_length(model, baseline.shapes, where), _axis_name(model, plan.sites, where, plan.axis)
     columns = Columns(_columns(plan, length, axis), where, axis in ("seq", "query"))
     values = torch.empty(len(plan.sites), len(columns.indices), dtype=torch.float64)
-    affected = plan.rows == "affected" and reaches_rows_alone(model, plan.sites)
+    alone = len(run["input_ids"]) == 1 and not isinstance(plan.axis, int)
+    affected = plan.rows == "affected" and alone and reaches_rows_alone(model, plan.sites)
     cells = _affected_cells if affected else _whole_cells
     quiet = None if plan.progress else True  # None: shown on a terminal
     with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
@@ -335,12 +357,11 @@ def _whole_cells(
     baseline: _Baseline,
 ) -> Iterator[tuple[int, int, float]]:
     """Row, column and metric of each cell, in a trace of its own."""
-    axis = dims(model, plan.sites[0])[columns.where]
     recorded = model.record(**run)
     for row, site in enumerate(plan.sites):
         for column, indices in enumerate(columns.indices):
             with model.trace(recorded, **plan.measure.needs):
-                replace(model, site, by, **{axis: indices})
+                put(model, site, by, {columns.where: indices})
                 value = plan.measure.of(model.logits).item()
             yield row, column, value
 
@@ -361,7 +382,7 @@ def _affected_cells(
             before = model.logits
     for row, site in enumerate(plan.sites):
         value = by(collect(model, run, [site])[site], site) if callable(by) else by[site]
-        donor = whole(value, baseline.shapes[site], site)
+        donor = whole(value, baseline.shapes[site][0], site)
         for column, metric in run_affected(
             model, recorded, site, donor, columns, plan.measure.of, plan.measure.needs, before
         ):
@@ -369,7 +390,9 @@ def _affected_cells(
 
 
 def _check_alignment(clean: Mapping[str, Any], corrupted: Mapping[str, Any]) -> None:
-    lengths = [run["input_ids"].shape[1] for run in (clean, corrupted)]
+    counts, lengths = zip(*(run["input_ids"].shape for run in (clean, corrupted)), strict=True)
+    if counts[0] != counts[1]:
+        raise InputError(f"there are {counts[0]} clean prompts and {counts[1]} corrupted ones: give one for each")
     if lengths[0] != lengths[1]:
         raise InputError(
             f"the clean prompt has {lengths[0]} tokens and the corrupted one {lengths[1]}: positions stand for each "
@@ -397,13 +420,25 @@ class _Measure:
             return self.of(model.logits).item()
 
 
-def _metric(model: StandardizedTransformer, metric: Metric) -> _Measure:
+def _metric(model: StandardizedTransformer, metric: Metric, run: Mapping[str, Any]) -> _Measure:
+    """The metric of a run's logits: pairs of tokens are averaged over its prompts."""
     if callable(metric):
         return _Measure(metric, {})
-    if isinstance(metric, str) or len(metric) != 2:
-        raise InputError(f"metric is {metric!r}; give a function of the logits, or two tokens")
-    first, second = (_token(model, token) for token in metric)
-    return _Measure(lambda logits: logits[0, -1, first] - logits[0, -1, second], {"logits_to_keep": 1})
+    count = len(run["input_ids"])
+    several = not isinstance(metric, str) and any(isinstance(item, (tuple, list)) for item in metric)
+    pairs = list(metric) if several else [metric] * count
+    for pair in pairs:
+        if isinstance(pair, str) or len(pair) != 2:
+            raise InputError(f"metric is {metric!r}; give a function of the logits, or two tokens")
+    if len(pairs) != count:
+        raise InputError(f"metric is {len(pairs)} pairs of tokens, and there are {count} prompts: give one for each")
+    tokens = torch.tensor([[_token(model, token) for token in pair] for pair in pairs])
+
+    def difference(logits: torch.Tensor) -> torch.Tensor:
+        chosen = logits[:, -1].gather(1, tokens.to(logits.device))
+        return (chosen[:, 0] - chosen[:, 1]).mean()
+
+    return _Measure(difference, {"logits_to_keep": 1})
 
 
 def _token(model: StandardizedTransformer, token: Any) -> int:
@@ -417,39 +452,60 @@ def _token(model: StandardizedTransformer, token: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Baseline:
-    """The run without a change: its metric, and the shape of every site's value."""
+    """The run without a change: its metric, and the shapes of every site's tensors, one or several."""
 
     score: float
-    shapes: dict[str, torch.Size]
+    shapes: dict[str, list[torch.Size]]
 
 
 def _baseline(
     model: StandardizedTransformer, run: Mapping[str, Any], sites: Sequence[str], measure: _Measure
 ) -> _Baseline:
     with torch.no_grad(), model.trace(**run, **measure.needs):
-        shapes = {site: one_tensor(read(model, site), site).shape for site in sites}
+        shapes = {site: [part.shape for part in read_parts(model, site)] for site in sites}
         return _Baseline(measure.of(model.logits).item(), shapes)
 
 
-def _common_axis(model: StandardizedTransformer, sites: Sequence[str], axis: str | None) -> int:
-    """The axis of the columns, of one name in the values of all sites."""
+def _common_axis(model: StandardizedTransformer, sites: Sequence[str], axis: str | int | None) -> int:
+    """The axis of the columns, of one name in the values of all sites, unless it was given by its number."""
+    if isinstance(axis, int):
+        return axis
     first = dims(model, sites[0])
-    where = axis_of(first, axis, sites[0])
+    where = axis_of(model, sites[0], axis, len(first))
     for site in sites:
         if dims(model, site)[where : where + 1] != first[where : where + 1]:
-            raise _different(sites[0], site)
+            raise InputError(f"{sites[0]} and {site} differ in their axes: sweep them one after the other")
     return where
 
 
-def _check_lengths(shapes: Mapping[str, torch.Size], where: int) -> None:
-    first = next(iter(shapes))
-    for site, shape in shapes.items():
-        if shape[where] != shapes[first][where]:
-            raise _different(first, site)
+def _axis_name(model: StandardizedTransformer, sites: Sequence[str], where: int, axis: str | int | None) -> str:
+    return str(axis) if isinstance(axis, int) else dims(model, sites[0])[where]
 
 
-def _different(first: str, site: str) -> InputError:
-    return InputError(f"{first} and {site} differ in their axes: sweep them one after the other")
+def _common_length(model: StandardizedTransformer, shapes: Mapping[str, Sequence[torch.Size]], where: int) -> int:
+    """The length of an axis, the same in all tensors of all sites."""
+    found = [
+        (site, shape[axis_of(model, site, where, len(shape))]) for site, parts in shapes.items() for shape in parts
+    ]
+    (first, length), *others = found
+    for site, other in others:
+        if other != length:
+            both = first if site == first else f"{first} and {site}"
+            raise InputError(
+                f"{both} differ in their axes: there are {length} and {other} along axis {where}. Sweep along another "
+                "one, or one site after the other"
+            )
+    return length
+
+
+def _check_whole(model: StandardizedTransformer, sites: Sequence[str], measure: _Measure) -> None:
+    """Refuses sites that hold the last position alone for the sake of the metric."""
+    for site in sites if measure.needs else ():
+        if model.order(site) >= model.order("lm_head.input"):
+            raise InputError(
+                f"{site} holds the last position alone where the metric is a pair of tokens: give a function of the "
+                "logits"
+            )
 
 
 def _labels(
@@ -461,10 +517,12 @@ def _labels(
 ) -> dict[str, Any]:
     """What stands at the rows and columns of `Cells`."""
     tokens = [", ".join(map(str, column)) for column in columns]
-    if axis in ("seq", "query") and model.tokenizer is not None:
-        ids = run["input_ids"][0].tolist()
-        texts = [[ids[k] for k in column] for column in columns]
-        tokens = [model.tokenizer.decode(text, skip_special_tokens=False) for text in texts]
+    of_text = axis in ("seq", "query") and not sites[0].startswith("vision.")
+    if of_text and model.tokenizer is not None:
+        ids, alike = run["input_ids"], (run["input_ids"] == run["input_ids"][0]).all(0)
+        for index, column in enumerate(map(list, columns)):
+            if alike[column].all():
+                tokens[index] = model.tokenizer.decode(ids[0, column].tolist(), skip_special_tokens=False)
     blocks = [_BLOCK.search(site) for site in sites]
     layers = tuple(int(block[1]) if block else None for block in blocks)
     return {

@@ -118,7 +118,7 @@ class Processor:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointNotFound(f"there is no folder {str(folder)!r}")
-        settings = _read_image_settings(folder)
+        settings = read_image_settings(folder)
         if settings is None and image_settings:
             raise ConfigError(f"{folder} has no preprocessor_config.json that {', '.join(image_settings)} could change")
         return cls(
@@ -549,7 +549,7 @@ _CALL_KEYWORDS = frozenset(
 )
 
 
-def _read_image_settings(folder: Path) -> ImageSettings | None:
+def read_image_settings(folder: Path) -> ImageSettings | None:
     """The image part of processor_config.json, else preprocessor_config.json."""
     path = folder / "processor_config.json"
     config = (read_json(path) or {}).get("image_processor")

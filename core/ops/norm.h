@@ -1,0 +1,18 @@
+// Root mean square norms, in the reference's operations and their order.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace vlscope::ops {
+
+/// x / sqrt(mean(x^2) + eps) along the last axis, in float32 (float64 stays what it is).
+at::Tensor normalised(const at::Tensor& x, double eps);
+
+/// weight * normalised(x), cast back before the weight. arXiv:1910.07467.
+at::Tensor composed_rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);
+
+/// (1 + weight) * normalised(x), cast back at the end.
+at::Tensor composed_zero_centered_rms_norm(const at::Tensor& x, const at::Tensor& weight,
+                                           double eps);
+
+}  // namespace vlscope::ops
