@@ -1,15 +1,17 @@
 """The notebooks run, print what they say, and end with a picture."""
 
 import copy
+import importlib.util
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
 
-import notebooks
-
 ROOT = Path(__file__).parents[1]
+spec = importlib.util.spec_from_file_location("notebooks", ROOT / "tools" / "notebooks.py")
+notebooks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(notebooks)
 PATHS = sorted(notebooks.FOLDER.glob("*.ipynb"))
 
 

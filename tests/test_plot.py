@@ -169,7 +169,7 @@ def test_the_lens_shows_the_likeliest_token_of_each_place_and_its_probability(mo
         ]
         centers = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in map(image.box, range(len(image)))]
         assert [text.get_position() for text in axes.texts] == centers
-        if index == 1:
+        if index == 1:  # the last block
             assert best.indices.tolist() == logits[image.positions].argmax(-1).tolist()
 
 
@@ -348,6 +348,19 @@ def test_other_sites_and_axes_are_labelled_by_their_names(model):
 def test_labels_that_do_not_fit_the_values_are_refused():
     with pytest.raises(vlscope.InputError, match=r"\[2, 3\].*\[2, 4\]"):
         plot.heat_map(torch.zeros(2, 3), rows="ab", columns="abcd")
+    with pytest.raises(vlscope.InputError, match=r"\[0, 0\]"):
+        plot.heat_map(torch.zeros(0, 0), rows=[], columns=[])
+
+
+def test_the_labels_of_a_long_prompt_do_not_lie_on_each_other():
+    figure = plot.heat_map(torch.zeros(94, 800), rows=range(94), columns=[f"word{k}" for k in range(800)])
+    figure.draw_without_rendering()
+    axes = shown(figure)[0]
+    for axis, side in ((axes.xaxis, "width"), (axes.yaxis, "height")):
+        boxes = [text.get_window_extent() for text in axis.get_ticklabels()]
+        assert len(boxes) > 20
+        edges = sorted((box.x0, box.x1) if side == "width" else (box.y0, box.y1) for box in boxes)
+        assert all(before[1] <= after[0] for before, after in zip(edges, edges[1:]))
 
 
 # --- figures -----------------------------------------------------------------------------------------------------

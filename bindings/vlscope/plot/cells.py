@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _CELL = (0.34, 0.26)  # inches
 _SMALLEST, _WIDEST, _HIGHEST = 2.4, 14.0, 9.0  # inches
+_LINE = 0.15  # inches from a label to the next
 _RUN = 3  # so many equal tokens in a row have one label
 
 
@@ -46,24 +48,26 @@ def heat_map(
         label: of the colours.
 
     Raises:
-        InputError: another number of labels than of rows or columns.
+        InputError: nothing to draw, or another number of labels than of rows or columns.
     """
     table = torch.as_tensor(values).detach().float().cpu()
-    if table.shape != (len(rows), len(columns)):
+    if not table.numel() or table.shape != (len(rows), len(columns)):
         raise InputError(f"the values have shape {list(table.shape)}; the labels ask for {[len(rows), len(columns)]}")
     kind = scale or ("signed" if bool((table < 0).any()) else "amount")
     texts = [str(column) for column in columns]
-    width = min(_WIDEST, max(_SMALLEST, _CELL[0] * len(columns))) + 1.4
-    height = min(_HIGHEST, max(1.0, _CELL[1] * len(rows)) + 0.9 + 0.07 * max(map(len, texts), default=0))
-    figure = canvas(figure, (width, height))
+    width = min(_WIDEST, max(_SMALLEST, _CELL[0] * len(columns)))
+    height = min(_HIGHEST, max(1.0, _CELL[1] * len(rows)))
+    beside, below = 1.4, 0.9 + 0.07 * max(map(len, texts))  # the bar; the labels of the columns
+    figure = canvas(figure, (width + beside, height + below))
+    width, height = figure.bbox.width / figure.dpi - beside, figure.bbox.height / figure.dpi - below
     axes = figure.subplots()
     limits = norm(kind, [table.numpy()], limit)
     drawn = axes.imshow(table.numpy(), cmap=SCALES[kind], norm=limits, aspect="auto", interpolation="nearest")
     bar(figure, drawn, axes, label)
-    axes.set_yticks(range(len(rows)), [str(row) for row in rows])
-    places, names = zip(*_runs(texts)) if texts else ((), ())
-    upright = max(map(len, names), default=0) > 2
-    axes.set_xticks(places, names, rotation=90 if upright else 0)
+    across, down = (_apart(side, count) for side, count in ((width, len(columns)), (height, len(rows))))
+    axes.set_yticks(*zip(*_spaced(((k, str(row)) for k, row in enumerate(rows)), down)))
+    places, names = zip(*_spaced(_runs(texts), across))
+    axes.set_xticks(places, names, rotation=90 if max(map(len, names)) > 2 else 0)
     axes.tick_params(labelsize=SMALL, length=0)
     axes.set_ylabel(row_label, fontsize=SMALL)
     axes.set_xlabel(column_label, fontsize=SMALL)
@@ -92,6 +96,20 @@ def draw_cells(cells: Cells, figure: Canvas | None = None) -> Canvas:
         title=names.pop() if below else "",
         figure=figure,
     )
+
+
+def _apart(inches: float, count: int) -> float:
+    """How many cells two labels have to be apart to be read, in a side of so many cells."""
+    return _LINE * count / max(inches, _LINE)
+
+
+def _spaced(labels: Iterable[tuple[float, str]], apart: float) -> Iterator[tuple[float, str]]:
+    """The labels that have room, from the first on."""
+    last = -math.inf
+    for place, text in labels:
+        if place - last >= apart:
+            yield place, text
+            last = place
 
 
 def _runs(texts: Sequence[str]) -> Iterator[tuple[float, str]]:

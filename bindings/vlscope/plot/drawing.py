@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 TITLE, SMALL = 10, 8  # points
 _PANEL = 1.7  # inches, the shorter side of a map
 _WIDEST = 15.0  # inches, of a figure
-_HEADING = 0.3  # inches, a title
+_HEADING = 0.36  # inches, a title
 _BESIDE = 1.0  # inches, the bar with its numbers
 _BAR = (0.12, 3.0)  # inches
 _PALE = 0.8  # how far an image goes to white under a map
@@ -104,7 +104,7 @@ def draw_panels(
     for places, line in zip(grid, lines):
         for axes, panel in zip(places, line):
             if panel is not None:
-                image = draw_panel(axes, panel, SCALES[scale], limits) or image
+                image = draw_panel(axes, panel, SCALES[scale], limits, (SMALL - 2) * shrink) or image
     if image is not None:
         bar(figure, image, grid, label)
     if title:
@@ -122,7 +122,7 @@ def bar(figure: Canvas, image: Any, axes: Any, label: str) -> None:
     colors.ax.yaxis.label.set_fontsize(SMALL)
 
 
-def draw_panel(axes: Axes, panel: Panel, colors: Colormap, limits: Normalize) -> Any:
+def draw_panel(axes: Axes, panel: Panel, colors: Colormap, limits: Normalize, text_size: float) -> Any:
     """The image, and over it the map, both in pixels of the image from its left upper corner."""
     height, width = panel.pixels.shape[:2]
     extent = (0.0, float(width), float(height), 0.0)
@@ -135,11 +135,11 @@ def draw_panel(axes: Axes, panel: Panel, colors: Colormap, limits: Normalize) ->
     if panel.values is None:
         return None
     drawn = axes.imshow(panel.values, extent=extent, cmap=colors, norm=limits, interpolation="nearest")
-    _write(axes, panel, colors, limits)
+    _write(axes, panel, colors, limits, text_size)
     return drawn
 
 
-def _write(axes: Axes, panel: Panel, colors: Colormap, limits: Normalize) -> None:
+def _write(axes: Axes, panel: Panel, colors: Colormap, limits: Normalize, size: float) -> None:
     """The texts of a panel, each in its cell."""
     if panel.values is None or not panel.texts:
         return
@@ -151,7 +151,7 @@ def _write(axes: Axes, panel: Panel, colors: Colormap, limits: Normalize) -> Non
             (column + 0.5) * width / columns,
             (row + 0.5) * height / rows,
             text,
-            size=SMALL - 2,
+            size=size,
             color="white" if strong else "black",
             ha="center",
             va="center",

@@ -20,6 +20,7 @@ Layers = int | Sequence[int] | None
 
 _LONGEST = 9  # characters of a token in a cell
 _MOST = 6  # maps side by side
+_ROWS = 64  # of a stream that are read out at a time
 
 
 @torch.no_grad()
@@ -99,10 +100,9 @@ def logit_lens(
     probabilities, best = [], []
     with model.trace(**seen.encoding):
         for site in sites:
-            found = model.project_on_vocab(read(model, site)[0, positions]).float().softmax(-1).cpu()
-            top = found.max(-1)
-            probabilities.append(top.values if wanted is None else found[:, wanted])
-            best.append(top.indices)
+            likely, ids = _read_out(model, read(model, site)[0, positions], wanted)
+            probabilities.append(likely)
+            best.append(ids)
     texts = None if wanted is not None else [grid.flatten(1) for grid in seen.token_grids(torch.stack(best))]
     named = "the likeliest token" if wanted is None else f"“{written(model.tokenizer.decode([wanted]))}”"
     return _draw(
@@ -258,6 +258,20 @@ def _draw(
         chunks = [maps[start : start + columns] for start in range(0, count, columns)]
         lines += [[None if start else first, *chunk] for start, chunk in enumerate(chunks)]
     return draw_panels(lines, scale=scale, label=label, title=title, figure=figure)
+
+
+def _read_out(
+    model: StandardizedTransformer, stream: torch.Tensor, wanted: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest token of each row of a stream, or the one that is wanted: its probability, and its id.
+    Some rows at a time, since each has as many numbers as the vocabulary has tokens."""
+    likely, ids = [], []
+    for rows in torch.split(stream, _ROWS):
+        found = model.project_on_vocab(rows).float().softmax(-1)
+        top = found.max(-1)
+        likely.append((top.values if wanted is None else found[:, wanted]).cpu())
+        ids.append(top.indices.cpu() if wanted is None else torch.full((len(rows),), wanted))
+    return torch.cat(likely), torch.cat(ids)
 
 
 def _balanced(count: int, one: bool) -> int:
