@@ -24,19 +24,20 @@ SITE = "layers.3.layer_output"
 @pytest.fixture(scope="module")
 def cluster():
     """Two workers, which find the package where this process does."""
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes, which import the same
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # this file is nowhere on their path
     packages = os.pathsep.join([str(Path(vlscope.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=80 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}},
-    )
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # many processes, which import the same
+        ray.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=80 << 20,
+            runtime_env={"env_vars": {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}},
+        )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

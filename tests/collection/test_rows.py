@@ -83,6 +83,28 @@ def test_rows_of_the_vision_tower_are_patches_with_their_places_in_the_grid(mode
         assert at.tolist() == found["position"][here].tolist()
 
 
+def test_a_video_is_numbered_after_the_images_and_its_rows_are_those_of_the_plain_trace(model, tmp_path):
+    frames = [samples.picture(color, size=(64, 64)) for color in ("red", "blue", "red", "blue")]
+    clip = {"prompt": "What is this?", "videos": [frames], "images": [samples.picture("green", size=(96, 64))]}
+    data = ["Hello", clip, samples.image_prompt(0)]
+    sites = [SITE, "vision.layers.1.layer_output", "vision.video_features", "layers.0.deepstack_output"]
+    collect(model, data, sites, tmp_path / "one")
+    collect(model, data, sites, tmp_path / "batch", batch_size=3)
+    for site in sites:
+        found, batch = stored(tmp_path / "one", site), stored(tmp_path / "batch", site)
+        for name in rows.COLUMNS:
+            assert torch.equal(found[name], batch[name]), (site, name)
+        own = found["sample"] == 1
+        value = plain(model, [clip], [site])[site][0]
+        assert torch.equal(found[site][own], value[0] if value.ndim == 3 else value)
+        torch.testing.assert_close(batch[site], found[site], rtol=1e-4, atol=1e-4)
+    found = stored(tmp_path / "one", SITE)
+    own = found["sample"] == 1
+    (video,) = model.video_tokens(**clip)
+    assert found["position"][own & (found["image"] == 1)].tolist() == video.positions.tolist()
+    assert set(stored(tmp_path / "one", "vision.video_features")["image"].tolist()) == {1}
+
+
 def test_image_features_and_deepstack_rows_stand_at_their_tokens(model, tmp_path):
     sites = ["vision.image_features", "layers.0.deepstack_output"]
     collect(model, mixed(), sites, tmp_path)
