@@ -34,7 +34,7 @@ at::Tensor back_from(View view, const at::Tensor& value) {
 }
 
 /// A tensor made in inference mode has no version counter, which everything served must have.
-at::Tensor ordinary(at::Tensor tensor) {
+at::Tensor ordinary(const at::Tensor& tensor) {
   return tensor.defined() && tensor.is_inference() ? tensor.clone() : tensor;
 }
 
