@@ -134,14 +134,14 @@ def test_an_open_trace_keeps_the_edits_it_began_with(model, text):
 
 def test_an_edit_acts_on_every_step_of_a_generation(model, text):
     def steered():
-        with model.generate(**text, max_new_tokens=4, eos_token_id=[]) as tracer:
+        with model.generate(**text, max_new_tokens=8, eos_token_id=[]) as tracer:
             for _ in tracer.iter[:]:
                 written_out(model)
         return tracer.result
 
-    expected, plain = steered(), model.generate(**text, max_new_tokens=4, eos_token_id=[]).result
+    expected, plain = steered(), model.generate(**text, max_new_tokens=8, eos_token_id=[]).result
     model.edit("layers.1.layer_output", halve)
-    found = model.generate(**text, max_new_tokens=4, eos_token_id=[]).result
+    found = model.generate(**text, max_new_tokens=8, eos_token_id=[]).result
     assert torch.equal(found, expected) and not torch.equal(found, plain)
 
 

@@ -154,7 +154,8 @@ class Tail:
     ...     model.layers[2].layer_output[1, -1] = 0  # of the second copy
     ...     probs = model.next_token_probs.save()  # [2, vocab_size]
 
-    Values are those of the prompt's own trace within 1e-5: a product of fewer rows differs in its last bits.
+    Values are those of the prompt's own trace within 1e-5 of the largest number: a product of fewer rows
+    differs in its last bits.
 
     `first` above 0 needs a recording with `keys=True`, and a model of attention blocks alone.
 

@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import tiny
 import vlscope
-from parity import reference
 from sites import resolve, write
+from vlscope.verify import reference
 
 #: One checkpoint of each family.
 FAMILIES = ["dense", "moe", "qwen2_5", "qwen2", "hybrid", "hybrid_moe"]
