@@ -14,7 +14,7 @@ pytest.importorskip("vlscope")
 from vlscope.cli import main
 
 ROOT = Path(__file__).parents[2]
-BLOCK = re.compile(r"^```(python|console)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"^```(python|console)\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if "```console\n" in page.read_text()]
 
 
@@ -33,10 +33,10 @@ def as_pattern(output):
 def test_the_commands_of_a_page_print_what_it_says(page, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {}
-    for kind, block in BLOCK.findall(page.read_text()):
+    for kind, block, shown in BLOCK.findall(page.read_text()):
         if kind == "python":
             exec(block, namespace)
-            capsys.readouterr()
+            assert capsys.readouterr().out == shown, block
             continue
         for (program, *arguments), output in commands(block):
             assert program == "vlscope"

@@ -14,7 +14,12 @@ import pytest
 pytest.importorskip("vlscope")
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+#: Pages whose examples follow commands are run by test_commands.py.
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if "```console\n" not in page.read_text()
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 
 
