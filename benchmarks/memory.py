@@ -31,6 +31,7 @@ GROWTH_MIB = 1.0  # of 200 traces
 MIB = 2**20
 SIDE, TEXT = 48, 1500  # 2,304 patches, 576 image tokens, 2,078 positions
 RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as the tiny model runs everywhere
 
 WORKS = {
     "one_value": "one value (block 1)",
@@ -74,7 +75,9 @@ def live_bytes(config: Mapping[str, Any], work: str, run: Mapping[str, Any]) -> 
 
 def growth() -> Row:
     """What 200 traces leave behind, of the built-in model."""
-    output = subprocess.check_output([sys.executable, "-c", TRACES], text=True, env={**os.environ, **RETURNED_AT_ONCE})
+    output = subprocess.check_output(
+        [sys.executable, "-c", TRACES], text=True, env={**os.environ, **RETURNED_AT_ONCE, **ONE_THREAD}
+    )
     return row("tiny: resident memory, growth over 200 traces", [float(output)], target=GROWTH_MIB, unit="MiB")
 
 

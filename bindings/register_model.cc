@@ -242,9 +242,7 @@ void register_model(py::module_& module) {
       .def_readonly("input_ids", &Inputs::input_ids)
       .def(
           "replay",
-          [](Inputs& self, std::shared_ptr<Recording> from) {
-            self.replay.from = std::move(from);
-          },
+          [](Inputs& self, std::shared_ptr<Recording> from) { self.replay.from = std::move(from); },
           py::arg("recording"))
       .def(
           "replay_tail",

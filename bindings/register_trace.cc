@@ -137,7 +137,7 @@ at::Tensor RunningTrace::attention_rows(int index, const ops::RowChoice& rows, b
   const py::gil_scoped_release released;
   const OrdinaryMode mode;
   const auto& attention = dynamic_cast<const TextAttention&>(*site(index).host);
-  const at::Tensor result = attention.score_rows(*trace_, row_site(site(index)), rows);
+  at::Tensor result = attention.score_rows(*trace_, row_site(site(index)), rows);
   if (scores) return result;
   return ops::apart_from_graph(ops::attention_probabilities(result));
 }
@@ -199,6 +199,7 @@ const Site& RunningTrace::element(int index, int element_index) {
 std::vector<const Site*> RunningTrace::elements(int index) {
   const int count = trace_->slots(site(index)) - site(index).slot;
   std::vector<const Site*> sites;
+  sites.reserve(count);
   for (int i = 0; i < count; ++i) sites.push_back(&element(index, i));
   return sites;
 }

@@ -185,7 +185,7 @@ void Trace::write(const Site& site, at::Tensor value) {
     value = through(site.view, value);  // The native form, without the axis.
   }
   check_fits(site, value, current);
-  value = ordinary(std::move(value));
+  value = ordinary(value);
   *live_[site.slot] = back_from(site.view, value);
   std::erase_if(served_, [&](const Served& served) { return served.slot == site.slot; });
   remember(site, value);
@@ -201,10 +201,10 @@ at::Tensor Trace::peek(const Site& site) {
   return live(site);
 }
 
-void Trace::amend(const Site& site, at::Tensor value) {
+void Trace::amend(const Site& site, const at::Tensor& value) {
   advance(site);
   const OrdinaryMode mode;
-  live(site) = ordinary(std::move(value));
+  live(site) = ordinary(value);
   assigned_ = true;
 }
 
@@ -219,11 +219,11 @@ void Trace::check_replaceable(const Module& module) const {
   }
 }
 
-void Trace::replace(const Module& module, at::Tensor value) {
+void Trace::replace(const Module& module, const at::Tensor& value) {
   check_edits();
   check_replaceable(module);
   const OrdinaryMode mode;
-  skips_.push_back({&module, ordinary(std::move(value))});
+  skips_.push_back({&module, ordinary(value)});
 }
 
 at::Tensor Trace::finish() {

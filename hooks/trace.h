@@ -130,7 +130,7 @@ class Trace {
   at::Tensor peek(const Site& site);
   /// Puts a tensor where the forward offers a place for one and holds none, or another put there.
   /// What it means is between the module and its caller.
-  void amend(const Site& site, at::Tensor value);
+  void amend(const Site& site, const at::Tensor& value);
   /// True if reading the site needs no step of the forward.
   bool stands_at(const Site& site) const { return standing_ == site.location && !on_demand_; }
   /// Refuses what `read` would refuse before the forward moves.
@@ -142,7 +142,7 @@ class Trace {
   void check_replaceable(const Module& module) const;
   /// Replaces the call of a module by `value`: nothing inside it is computed or reached.
   /// @throws OutOfOrderError if the module was already entered beyond its input
-  void replace(const Module& module, at::Tensor value);
+  void replace(const Module& module, const at::Tensor& value);
   /// Runs the forward to its end. Returns what it returns.
   at::Tensor finish();
   /// Throws LateEditError if a served tensor was edited after the forward had moved on.

@@ -288,8 +288,8 @@ struct AttentionProblem {
   VLSCOPE_PROGRAM Head<T> head(int of_batch, int of_head) const {
     const int kv_head = of_head / (heads / kv_heads);
     Mask laid = mask;
-    if (laid.additive) laid.additive += of_batch * mask_batch + of_head * mask_head;
-    if (laid.allowed) laid.allowed += of_batch * mask_batch + of_head * mask_head;
+    if (laid.additive != nullptr) laid.additive += of_batch * mask_batch + of_head * mask_head;
+    if (laid.allowed != nullptr) laid.allowed += of_batch * mask_batch + of_head * mask_head;
     return {q.matrix<const T>(of_batch, of_head, queries, head_dim),
             k.matrix<const T>(of_batch, kv_head, keys, head_dim),
             v.matrix<const T>(of_batch, kv_head, keys, head_dim),
@@ -301,9 +301,9 @@ struct AttentionProblem {
   /// Calls `run` with what tells the keys of a query.
   template <class F>
   VLSCOPE_PROGRAM void with_range(F run) const {
-    if (bounds) {
+    if (bounds != nullptr) {
       run(Segments{bounds, segments});
-    } else if (mask.additive || mask.allowed) {
+    } else if (mask.additive != nullptr || mask.allowed != nullptr) {
       run(Everything{keys});
     } else {
       run(Causal{queries, keys, window});

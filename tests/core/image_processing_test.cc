@@ -53,7 +53,7 @@ at::Tensor patches_of(const at::Tensor& frames, const ImageOptions& options) {
   const int64_t depth = options.temporal_patch_size;
   const int64_t groups = (frames.size(0) + depth - 1) / depth;
   const int64_t area = options.patch_size * options.patch_size;
-  const at::Tensor out =
+  at::Tensor out =
       at::empty({groups * frames.size(2) * frames.size(3) / area, 3 * depth * area}, at::kFloat);
   write_patches(frames, options, out);
   return out;

@@ -64,7 +64,7 @@ class TraceTest : public ::testing::Test {
     tree->number(visited, visited);
   }
 
-  Trace::Forward forward(at::Tensor input) {
+  Trace::Forward forward(const at::Tensor& input) {
     return [this, input](Trace& trace) { return chain(trace, input); };
   }
   Trace trace() { return Trace(tree, forward(x), {}); }

@@ -374,6 +374,7 @@ json mixture() {
 std::vector<bool> sparse_blocks(const json& config) {
   const TextConfig text = parse(config).text;
   std::vector<bool> blocks;
+  blocks.reserve(text.num_hidden_layers);
   for (int i = 0; i < text.num_hidden_layers; ++i) blocks.push_back(text.mixture->covers(i));
   return blocks;
 }

@@ -128,10 +128,11 @@ at::Tensor run_rows(AttentionOperands attention, const RowChoice& rows, std::int
   return in.out;
 }
 
-at::Tensor segmented_attention_rows(const at::Tensor& q, const at::Tensor& k,
-                                    const at::Tensor& cu_seqlens, c10::SymInt max_seqlen,
-                                    double scale, at::IntArrayRef heads, at::IntArrayRef rows,
-                                    bool probabilities) {
+// The dispatcher hands a SymInt over by value.
+at::Tensor segmented_attention_rows(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& cu_seqlens,
+    c10::SymInt max_seqlen,  // NOLINT(performance-unnecessary-value-param)
+    double scale, at::IntArrayRef heads, at::IntArrayRef rows, bool probabilities) {
   const std::int64_t width = max_seqlen.expect_int();
   const RowChoice chosen{heads.vec(), rows.vec()};
   arguments::check(arguments::SegmentedRows{q, k, cu_seqlens, width, scale, chosen, probabilities});
