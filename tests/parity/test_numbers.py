@@ -20,9 +20,9 @@ FAMILIES = ["dense", "moe", "qwen2_5", "qwen2", "hybrid", "hybrid_moe"]
 CASE = "images_and_videos"
 THREADS = [1, 2, 3, 7]
 
-# Distances from the exact value, relative to the largest magnitude of the tensor. In float32 they were 3e-5 at most,
-# behind the blocks of a recurrent model, and are those of transformers' own float32, whose bits they share.
-FLOAT64, FLOAT32 = 1e-9, 5e-5
+# Distances from the exact value, relative to the largest magnitude of the tensor. That of float32 is no bound on the
+# engine but on the models: were one ill-conditioned, its numbers would tell nothing.
+FLOAT64, FLOAT32 = 1e-9, 1e-3
 AMONG_THREADS = 1e-5
 PATCHES = "vision.patch_embeddings"
 
@@ -127,11 +127,16 @@ def test_every_value_in_float64_is_the_exact_one(name, attention, stored, theirs
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_value_in_float32_is_the_exact_one_within_its_rounding(name, stored, theirs, inputs):
-    exact = theirs(name, "sdpa", torch.float64)
+def test_no_value_in_float32_is_further_from_the_exact_one_than_that_of_transformers(name, stored, theirs, inputs):
+    """How far float32 is depends on the model: a recurrent block and a mixture make more of what comes in. The
+    reference has the same operations in the same order, and so the same distance."""
+    exact, other = theirs(name, "sdpa", torch.float64), theirs(name, "sdpa", torch.float32)
     found = served(load(stored(name), "sdpa", torch.float32), inputs(name, CASE), exact)
-    far = {site: gap for site in exact if (gap := distance(found[site], exact[site])) > FLOAT32}
-    assert not far
+    gaps = {site: (distance(found[site], exact[site]), distance(other[site], exact[site])) for site in exact}
+    ours, limit = gaps.pop("next_token_probs")  # a row of its own product, in place of a row of the whole
+    assert ours <= limit + 1e-5
+    assert not {site: gap for site, gap in gaps.items() if gap[0] > gap[1]}
+    assert max(limit for _, limit in gaps.values()) < FLOAT32
 
 
 @pytest.mark.parametrize("name", FAMILIES)
