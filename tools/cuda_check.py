@@ -197,6 +197,33 @@ def check_traces(report: Report, device: str) -> None:
     report.check("generated tokens", float((tokens[0] != tokens[1].cpu()).sum()), 0)
 
 
+def split(device: str) -> dict[str, str]:
+    """Every other block on the last device there is, or on the CPU where there is one device alone."""
+    count = torch.cuda.device_count() if torch.device(device).type == "cuda" else 0
+    other = f"cuda:{count - 1}" if count > 1 else "cpu"
+    blocks = vlscope.load("demo", dispatch=False).num_layers
+    return {"": device, **{f"layers.{k}": other for k in range(1, blocks, 2)}}
+
+
+def place(device: torch.device) -> tuple[str, int]:
+    """A device as what it is: "cuda" is "cuda:0"."""
+    return device.type, device.index or 0
+
+
+def check_placements(report: Report, device: str) -> None:
+    """Blocks of a model on several devices, against all on one."""
+    expected = values(on("cpu", dtype=torch.float32))
+    for name, device_map in {"split": split(device), "auto": "auto"}.items():
+        model = vlscope.load("demo", dtype=torch.float32, device_map=device_map)
+        found = values(model)
+        for k in range(model.num_layers):
+            away = place(found[f"layers.{k}.layer_output"].device) != place(model.device_map[f"layers.{k}"])
+            report.check(f"{name}: block {k} on its device", float(away), 0)
+        for site, value in expected.items():
+            size = value.abs().max().item()
+            report.check(f"{name}: {site}", difference(found[site].cpu() / size, value / size), TRACE_TOLERANCE)
+
+
 def ablated(model: vlscope.StandardizedTransformer) -> Tensor:
     with model.trace(demo_messages(), **demo_inputs()):
         model.vision.image_features[:] = 0
@@ -382,7 +409,7 @@ def main() -> int:
     found = about(device)
     print(", ".join(f"{name} {value}" for name, value in found.items()), flush=True)
     torch.manual_seed(0)
-    for part in (check_operators, check_bits, check_traces, check_promises):
+    for part in (check_operators, check_bits, check_traces, check_placements, check_promises):
         part(report, device)
         print(f"{part.__name__}: {len(report.checks)} checks so far, {report.failed} differ", flush=True)
     if arguments.reps:

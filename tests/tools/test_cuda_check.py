@@ -31,7 +31,14 @@ def test_the_check_passes_on_the_cpu_and_writes_what_it_found(tmp_path):
     found = json.loads(out.read_text())
     assert all(check["met"] for check in found["checks"])
     names = {check["name"] for check in found["checks"]}
-    assert {"a trace waits for nothing", "trace: logits", "trace: gradient", "generated tokens"} <= names
+    assert {
+        "a trace waits for nothing",
+        "trace: logits",
+        "trace: gradient",
+        "generated tokens",
+        "split: logits",
+        "auto: logits",
+    } <= names
     assert any("SwiGLU" in row["name"] for row in found["times"])
 
 
