@@ -1,9 +1,15 @@
-"""Shards as tasks of a local cluster of two workers."""
+"""Shards as tasks of a local cluster of two workers.
+
+The test runs in a pytest of its own: Ray ends the whole process, without a word, where one of its own checks fails,
+as "Tried to complete task that was not pending" of Ray 2.49 sometimes does after a worker was killed.
+"""
 
 import functools
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +25,8 @@ ray = pytest.importorskip("ray")
 
 collect = functools.partial(vlscope.collect, progress=False)
 SITE = "layers.3.layer_output"
+CHILD = "VLSCOPE_TEST_RAY"  # set in the pytest that runs the test itself
+ATTEMPTS = 3  # of that pytest, where Ray ended it: what is asserted is never tried twice
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +71,19 @@ class DeadlyOnce:
         return self._samples[index]
 
 
-def test_a_worker_killed_in_mid_run_is_started_again_and_goes_on_and_the_rows_are_those_of_one_process(
-    cluster, model, tmp_path
-):
+def test_a_worker_killed_in_mid_run_is_started_again_and_goes_on_and_the_rows_are_those_of_one_process(tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{__file__}::test_in_its_own_process"]
+    for attempt in range(ATTEMPTS):
+        where = f"--basetemp={tmp_path / str(attempt)}"
+        child = subprocess.run([*command, where], env={**os.environ, CHILD: "1"}, capture_output=True, text=True)
+        if re.search(r"\d+ (passed|failed|error)", child.stdout):
+            break
+    assert child.returncode == 0, child.stdout + child.stderr
+    assert "1 passed" in child.stdout
+
+
+@pytest.mark.skipif(CHILD not in os.environ, reason="run by the test before it")
+def test_in_its_own_process(cluster, model, tmp_path):
     data = text_prompts(40)
     collect(model, data, SITE, tmp_path / "one")
     marker = tmp_path / "killed"
