@@ -70,6 +70,22 @@ def vlscope_model(checkpoint):
 
 
 @pytest.fixture(scope="session")
+def model(vlscope_model):
+    """The engine's model of the dense tiny checkpoint, which most tests are about; with `text` and `image` for it."""
+    return vlscope_model("dense")
+
+
+@pytest.fixture(scope="session")
+def text(inputs):
+    return inputs("dense", "text")
+
+
+@pytest.fixture(scope="session")
+def image(inputs):
+    return inputs("dense", "one_image")
+
+
+@pytest.fixture(scope="session")
 def processor_folder(tmp_path_factory):
     """processor_folder(file, **settings): the built-in model's processor files, `file` with changed settings."""
 

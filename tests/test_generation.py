@@ -11,21 +11,6 @@ from vlscope.verify import reference
 NEW = 8
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 def generated(model, inputs, **options):
     return model.generate(**inputs, **{"max_new_tokens": NEW, "eos_token_id": [], **options}).result
 

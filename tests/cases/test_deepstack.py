@@ -11,21 +11,6 @@ import vlscope
 from checkpoint_folders import configure
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 def test_ds_01_each_level_is_added_at_the_image_tokens_and_moves_the_logits(model, checkpoint, image):
     for k in range(2):
         with model.trace(**image):

@@ -19,21 +19,6 @@ from vlscope import _core
 PACKAGE = Path(vlscope.__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 def run(*arguments, cwd=None, **environment):
     """What an interpreter prints that is started with `arguments`."""
     done = subprocess.run(

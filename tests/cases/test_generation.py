@@ -13,21 +13,6 @@ from vlscope.verify.prompts import WIDE
 
 
 @pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
-@pytest.fixture(scope="module")
 def wide():
     """`a VS I*8 VE b` with the grid (1, 4, 8): 12 tokens whose largest position is 7."""
     row = [7, tiny.VISION_START, *[tiny.IMAGE] * 8, tiny.VISION_END, 9]

@@ -9,23 +9,8 @@ from vlscope.verify.prompts import SQUARE, WIDE
 
 
 @pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
 def half(checkpoint):
     return vlscope.load(checkpoint("dense"), dtype=torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
 
 
 def ids(count):

@@ -12,21 +12,6 @@ import torch
 import vlscope
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 @pytest.mark.parametrize(
     "later, earlier",
     [
