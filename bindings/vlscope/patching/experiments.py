@@ -381,7 +381,7 @@ def _affected_cells(
         with model.trace(recorded):
             before = model.logits
     for row, site in enumerate(plan.sites):
-        value = by(collect(model, run, [site])[site], site) if callable(by) else by[site]
+        value = by(_collect_from(model, recorded, [site])[site], site) if callable(by) else by[site]
         donor = whole(value, baseline.shapes[site][0], site)
         for column, metric in run_affected(
             model, recorded, site, donor, columns, plan.measure.of, plan.measure.needs, before
