@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 _BLOCK = re.compile(r"layers\.\d+\.")
 _ROWS = 2048  # of all copies of a forward: enough to fill a matrix product, and few to hold
 _COPIES = 64
+
+
+class Measure(Protocol):
+    """A metric of the logits [1, rows, vocab_size], and the arguments of the traces that it measures."""
+
+    needs: Mapping[str, Any]
+
+    def of(self, logits: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,40 +54,44 @@ def carries_state(model: StandardizedTransformer) -> bool:
     return any("linear_attn" in block._names() for block in model.layers)
 
 
-def run_affected(
-    model: StandardizedTransformer,
-    recorded: Recording,
-    site: str,
-    donor: torch.Tensor,
-    columns: Columns,
-    measure: Callable[[torch.Tensor], torch.Tensor],
-    needs: Mapping[str, int],
-    before: torch.Tensor | None,
-) -> Iterator[tuple[int, float]]:
-    """The metric for each column, with its number.
+@dataclasses.dataclass(frozen=True)
+class Tails:
+    """The forwards of a sweep over affected rows.
 
-    Args:
-        donor: what is put in place of the site's value, in its whole shape.
-        needs: arguments of the traces that the metric measures.
-        before: the logits [1, seq, vocab_size] of the run without a change, which the rows before an
-            edit keep; None where the metric reads the last one alone.
+    Attributes:
+        recorded: the run without a change, with its keys.
+        before: the logits [1, seq, vocab_size] of that run, which the rows before an edit keep; None
+            where the metric reads the last one alone.
     """
-    length = recorded.inputs["input_ids"].shape[1]
-    cut = columns.along_positions and not carries_state(model)
-    for group, first in _groups(columns.indices, length, cut):
-        with model.trace(recorded.tail(first, len(group)), **needs):
-            value = read(model, site).clone()
-            offset = donor.shape[columns.where] - value.shape[columns.where]
+
+    model: StandardizedTransformer
+    recorded: Recording
+    columns: Columns
+    measure: Measure
+    before: torch.Tensor | None
+
+    def cells(self, site: str, donor: torch.Tensor) -> Iterator[tuple[int, float]]:
+        """The number of each column, and the metric with `donor`, a value of the site's whole shape, there."""
+        length = self.recorded.inputs["input_ids"].shape[1]
+        cut = self.columns.along_positions and not carries_state(self.model)
+        for group, first in _groups(self.columns.indices, length, cut):
+            with self.model.trace(self.recorded.tail(first, len(group)), **self.measure.needs):
+                self._put(site, donor, [self.columns.indices[column] for column in group])
+                logits = self.model.logits
             for copy, column in enumerate(group):
-                index = torch.tensor(columns.indices[column])
-                new = donor.select(0, 0).index_select(columns.where - 1, index)
-                value[copy].index_copy_(columns.where - 1, index - offset, new.to(value))
-            write(model, site, value)
-            logits = model.logits
-        for copy, column in enumerate(group):
-            own = logits[copy : copy + 1]
-            whole = own if before is None else torch.cat([before[:, :first], own], 1)
-            yield column, measure(whole).item()
+                own = logits[copy : copy + 1]
+                all_rows = own if self.before is None else torch.cat([self.before[:, :first], own], 1)
+                yield column, self.measure.of(all_rows).item()
+
+    def _put(self, site: str, donor: torch.Tensor, edits: Sequence[tuple[int, ...]]) -> None:
+        """In each copy, the donor's elements at the indices of one edit. The tail may lack the first of them."""
+        value, axis = read(self.model, site).clone(), self.columns.where - 1
+        donor = donor.to(value)
+        offset = donor.shape[axis + 1] - value.shape[axis + 1]
+        for copy, indices in enumerate(edits):
+            index = torch.tensor(indices, device=value.device)
+            value[copy].index_copy_(axis, index - offset, donor[0].index_select(axis, index))
+        write(self.model, site, value)
 
 
 def whole(value: torch.Tensor, shape: torch.Size, site: str) -> torch.Tensor:

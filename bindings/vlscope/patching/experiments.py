@@ -12,7 +12,7 @@ import torch
 from ..errors import InputError
 from ..sites import dims, expand, expand_below, reaches, read, write
 from ..trace import save
-from .affected import Columns, reaches_rows_alone, run_affected, whole
+from .affected import Columns, Tails, reaches_rows_alone, whole
 from .donors import Prompt, collect, encoded
 from .edits import Replacement, Selection, axis_of, fitting, matching, put, read_parts, selected
 
@@ -311,6 +311,17 @@ class _Plan:
     progress: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class _Sweep:
+    """What the cells of a sweep are made of: the run, what is put into it and where, and the run as it is."""
+
+    run: Mapping[str, Any]
+    by: Replacement
+    plan: _Plan
+    columns: Columns
+    baseline: _Baseline
+
+
 def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Replacement, plan: _Plan) -> Cells:
     """The metric of `run` with one site and position replaced at a time."""
     from tqdm import tqdm
@@ -328,7 +339,7 @@ def _run_cells(model: StandardizedTransformer, run: Mapping[str, Any], by: Repla
     cells = _affected_cells if affected else _whole_cells
     quiet = None if plan.progress else True  # None: shown on a terminal
     with torch.no_grad(), tqdm(total=values.numel(), disable=quiet, leave=False) as bar:
-        for row, column, value in cells(model, run, by, plan, columns, baseline):
+        for row, column, value in cells(model, _Sweep(run, by, plan, columns, baseline)):
             values[row, column] = value
             bar.update()
     labels = _labels(model, run, plan.sites, columns.indices, axis)
@@ -348,44 +359,30 @@ def _columns(plan: _Plan, length: int, axis: str) -> list[tuple[int, ...]]:
     return columns
 
 
-def _whole_cells(
-    model: StandardizedTransformer,
-    run: Mapping[str, Any],
-    by: Replacement,
-    plan: _Plan,
-    columns: Columns,
-    baseline: _Baseline,
-) -> Iterator[tuple[int, int, float]]:
+def _whole_cells(model: StandardizedTransformer, sweep: _Sweep) -> Iterator[tuple[int, int, float]]:
     """Row, column and metric of each cell, in a trace of its own."""
-    recorded = model.record(**run)
-    for row, site in enumerate(plan.sites):
-        for column, indices in enumerate(columns.indices):
-            with model.trace(recorded, **plan.measure.needs):
-                put(model, site, by, {columns.where: indices})
-                value = plan.measure.of(model.logits).item()
+    recorded = model.record(**sweep.run)
+    for row, site in enumerate(sweep.plan.sites):
+        for column, indices in enumerate(sweep.columns.indices):
+            with model.trace(recorded, **sweep.plan.measure.needs):
+                put(model, site, sweep.by, {sweep.columns.where: indices})
+                value = sweep.plan.measure.of(model.logits).item()
             yield row, column, value
 
 
-def _affected_cells(
-    model: StandardizedTransformer,
-    run: Mapping[str, Any],
-    by: Replacement,
-    plan: _Plan,
-    columns: Columns,
-    baseline: _Baseline,
-) -> Iterator[tuple[int, int, float]]:
+def _affected_cells(model: StandardizedTransformer, sweep: _Sweep) -> Iterator[tuple[int, int, float]]:
     """The same from the rows that each change reaches."""
-    recorded = model.record(**run, keys=True)
+    recorded = model.record(**sweep.run, keys=True)
     before = None
-    if not plan.measure.needs:  # the metric is given the logits of all positions
+    if not sweep.plan.measure.needs:  # the metric is given the logits of all positions
         with model.trace(recorded):
             before = model.logits
-    for row, site in enumerate(plan.sites):
+    tails = Tails(model, recorded, sweep.columns, sweep.plan.measure, before)
+    by = sweep.by
+    for row, site in enumerate(sweep.plan.sites):
         value = by(_collect_from(model, recorded, [site])[site], site) if callable(by) else by[site]
-        donor = whole(value, baseline.shapes[site][0], site)
-        for column, metric in run_affected(
-            model, recorded, site, donor, columns, plan.measure.of, plan.measure.needs, before
-        ):
+        donor = whole(value, sweep.baseline.shapes[site][0], site)
+        for column, metric in tails.cells(site, donor):
             yield row, column, metric
 
 
