@@ -14,16 +14,6 @@ def model(vlscope_model):
     model.clear_edits()
 
 
-@pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 def halve(value):
     value *= 0.5
 

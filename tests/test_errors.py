@@ -16,11 +16,6 @@ RED = Image.new("RGB", (64, 64), "red")
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
 @pytest.fixture
 def refuses(model, inputs):
     """refuses(error, words, **given): the trace and the call are refused so, and an ordinary call is as before."""

@@ -10,17 +10,6 @@ import torch
 import tiny
 import vlscope
 
-
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 # --- skips ------------------------------------------------------------------------------------------------------
 
 WRONG_SKIPS = [

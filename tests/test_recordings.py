@@ -13,16 +13,6 @@ import vlscope
 CASES = ["text", "one_image", "two_images", "padded_mixed"]
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 def reached(model, given):
     """The named values that a forward of an input reaches."""
     calls = {"input", "output"}

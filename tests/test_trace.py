@@ -23,16 +23,6 @@ def model(vlscope_model):
 
 
 @pytest.fixture(scope="module")
-def text(inputs):
-    return inputs("dense", "text")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
-@pytest.fixture(scope="module")
 def clean(model, text):
     return model(**text).logits
 

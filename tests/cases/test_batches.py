@@ -9,11 +9,6 @@ import vlscope
 SHORT, LONG = list(range(20, 24)), list(range(40, 49))
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
 def close(ours, expected, bound=1e-5):
     assert (ours.float() - expected.float()).abs().max() <= bound * expected.float().abs().max().clamp(min=1)
 

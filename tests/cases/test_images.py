@@ -19,11 +19,6 @@ RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
 
 @pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
 def folder(processor_folder):
     """folder(**settings): the built-in model's processor files with changed image settings."""
     return functools.partial(processor_folder, "preprocessor_config.json")

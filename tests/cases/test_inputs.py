@@ -26,11 +26,6 @@ def spoiled(tensor, value, *index):
 
 
 @pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
 def plain(model):
     return model(**WIDE).logits
 

@@ -19,11 +19,6 @@ def weights(checkpoint):
 
 
 @pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
-@pytest.fixture(scope="module")
 def logits(vlscope_model, image):
     return vlscope_model("dense")(**image).logits
 

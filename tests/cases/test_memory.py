@@ -32,11 +32,6 @@ long = torch.arange(2000)[None] % 500
 
 
 @pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
 def measured(checkpoint):
     """measured(code): what a fresh process prints that runs it behind `RSS`."""
 

@@ -19,11 +19,6 @@ VIDEO_PLACE = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 @pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
 def wide():
     """`a VS I*8 VE b`, an image of the grid (1, 4, 8)."""
     return prompt([7, VS, *[IMAGE] * 8, VE, 9], (1, 4, 8))

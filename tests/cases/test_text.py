@@ -6,16 +6,6 @@ import torch
 import vlscope
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
-@pytest.fixture(scope="module")
-def image(inputs):
-    return inputs("dense", "one_image")
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("case", ["text", "one_image"])
 def test_tx_01_no_token_sees_a_later_one(vlscope_model, inputs, attention, case):

@@ -11,11 +11,6 @@ VS, VE, IMAGE = tiny.VISION_START, tiny.VISION_END, tiny.IMAGE
 GRIDS = [(4, 4), (6, 6), (2, 8), (8, 2)]
 
 
-@pytest.fixture(scope="module")
-def model(vlscope_model):
-    return vlscope_model("dense")
-
-
 def images(*grids, seed=0):
     """A prompt of images of random pixels, `grids` in rows and columns of patches."""
     ids, rows = [], sum(h * w for h, w in grids)
