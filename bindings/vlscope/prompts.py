@@ -210,6 +210,18 @@ def _check_probs(probs: torch.Tensor, count: int | None = None) -> None:
         raise InputError(f"probabilities are [{wanted}, layers, vocab_size]; these are {list(probs.shape)}")
 
 
+def single_token(model: StandardizedTransformer, token: Any, taker: str) -> int:
+    """The id of a text that is one token; an id as it is. `taker` is what asks for it, for the message.
+
+    Raises `InputError` for a text of several tokens."""
+    if not isinstance(token, str):
+        return int(token)
+    ids = model.tokenizer.encode(token)
+    if len(ids) != 1:
+        raise InputError(f"{token!r} is {len(ids)} tokens; {taker} takes single tokens (mind the leading space)")
+    return int(ids[0])
+
+
 def encode_batch(model: StandardizedTransformer, prompts: Any, **inputs: Any) -> dict[str, torch.Tensor]:
     """The tensors of a trace of one or several prompts, dicts of arguments among them.
 

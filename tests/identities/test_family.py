@@ -7,15 +7,7 @@ import torch
 import vlscope
 from identities.models import QWEN3_VL
 from sites import collect
-
-INTERIOR = (
-    "attention_queries",
-    "attention_keys",
-    "attention_values",
-    "attention_scores",
-    "attention_probabilities",
-    "attention_head_outputs",
-)
+from vlscope.verify.identities.text import INTERIOR
 
 
 def logits_of(model, inputs, edit=lambda: None):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ..errors import InputError
+from ..prompts import single_token
 from ..sites import dims, expand, expand_below, reaches, read, write
 from ..trace import save
 from .affected import Columns, Tails, reaches_rows_alone, whole
@@ -429,22 +430,13 @@ def _metric(model: StandardizedTransformer, metric: Metric, run: Mapping[str, An
             raise InputError(f"metric is {metric!r}; give a function of the logits, or two tokens")
     if len(pairs) != count:
         raise InputError(f"metric is {len(pairs)} pairs of tokens, and there are {count} prompts: give one for each")
-    tokens = torch.tensor([[_token(model, token) for token in pair] for pair in pairs])
+    tokens = torch.tensor([[single_token(model, token, "a metric") for token in pair] for pair in pairs])
 
     def difference(logits: torch.Tensor) -> torch.Tensor:
         chosen = logits[:, -1].gather(1, tokens.to(logits.device))
         return (chosen[:, 0] - chosen[:, 1]).mean()
 
     return _Measure(difference, {"logits_to_keep": 1})
-
-
-def _token(model: StandardizedTransformer, token: Any) -> int:
-    if not isinstance(token, str):
-        return int(token)
-    ids = model.tokenizer.encode(token)
-    if len(ids) != 1:
-        raise InputError(f"{token!r} is {len(ids)} tokens; a metric takes single tokens (mind the leading space)")
-    return int(ids[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import InputError
 from ..pictures import PicturedPrompt, pictured
+from ..prompts import single_token
 from ..sites import expand, read
 from .drawing import Canvas, Panel, draw_panels, written
 
@@ -94,7 +95,7 @@ def logit_lens(
         InputError: several prompts, no image, a text of several tokens; UnknownSite: no such block.
     """
     seen = pictured(model, prompt, **inputs)
-    wanted = None if token is None else _token(model, token)
+    wanted = None if token is None else single_token(model, token, "a lens")
     sites = _sites(model, "layers.{}.layer_output", layers)
     positions = torch.cat([item.tokens.positions for item in seen.seen]).sort().values
     probabilities, best = [], []
@@ -299,15 +300,6 @@ def _several(indices: int | Sequence[int]) -> list[int]:
 def _sites(model: StandardizedTransformer, pattern: str, layers: Layers) -> list[str]:
     """The sites of a pattern in some blocks, in forward order, by default in all that have them."""
     return expand(model, [pattern.format(layer) for layer in (["*"] if layers is None else _several(layers))])
-
-
-def _token(model: StandardizedTransformer, token: int | str) -> int:
-    if not isinstance(token, str):
-        return int(token)
-    ids = model.tokenizer.encode(token)
-    if len(ids) != 1:
-        raise InputError(f"{token!r} is {len(ids)} tokens; give one token (mind the leading space)")
-    return int(ids[0])
 
 
 def _words(model: StandardizedTransformer, ids: Sequence[int]) -> list[str]:
