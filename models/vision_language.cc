@@ -59,8 +59,8 @@ Flow<TextModel::Input> VisionLanguageModel::embed(Trace& trace, Inputs& inputs) 
   TextModel::Input in;
   in.inputs_embeds = co_await text.embed_tokens(trace, std::move(ids));
   if (inputs.pixel_values.defined() || inputs.pixel_values_videos.defined()) {
-    if (model.visual->deepstack_levels()) in.visual_pos_masks = std::move(visual.mask);
-    in = co_await see(trace, inputs, std::move(in));
+    if (model.visual->deepstack_levels()) in.visual_pos_masks = visual.mask;
+    in = co_await see(trace, inputs, visual, std::move(in));
   }
   in.attention_mask = inputs.attention_mask;
   in.position_ids = on_device(inputs.position_ids, device);
@@ -70,6 +70,7 @@ Flow<TextModel::Input> VisionLanguageModel::embed(Trace& trace, Inputs& inputs) 
 }
 
 Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inputs,
+                                                const VisualTokens& visual,
                                                 TextModel::Input in) const {
   const at::Device device = in.inputs_embeds.device();
   VisionFeatures features;
@@ -82,7 +83,6 @@ Flow<TextModel::Input> VisionLanguageModel::see(Trace& trace, const Inputs& inpu
     features = co_await (*model.visual)(trace, std::move(pixels), std::move(grids));
   }
   if (inputs.replay.into) inputs.replay.into->vision = features;
-  const VisualTokens visual = visual_tokens(inputs, config());
   const at::Tensor image_rows = rows_of(visual.images), video_rows = rows_of(visual.videos);
   at::Tensor images = std::exchange(features.merged, {}), videos;
   if (!inputs.pixel_values.defined()) {

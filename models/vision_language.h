@@ -52,7 +52,8 @@ class VisionLanguageModel : public CausalLM {
   Flow<TextModel::Input> embed(Trace& trace, Inputs& inputs) const;
   /// Runs the tower on images and videos, scatters its features among the embeddings of `in`, and
   /// puts the DeepStack levels there.
-  Flow<TextModel::Input> see(Trace& trace, const Inputs& inputs, TextModel::Input in) const;
+  Flow<TextModel::Input> see(Trace& trace, const Inputs& inputs, const VisualTokens& visual,
+                             TextModel::Input in) const;
 };
 
 }  // namespace vlscope
