@@ -1,13 +1,13 @@
 #include "core/ops/one_pass.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 
 #include <algorithm>
 #include <cmath>
 
+#include "core/ops/precision.h"
 #include "core/ops/problems.h"
 
 namespace vlscope::ops::one_pass {
@@ -17,11 +17,6 @@ namespace {
 constexpr std::int64_t kGrain = 32768;
 
 bool plain(const at::Tensor& x) { return x.is_cpu() && x.scalar_type() == at::kFloat; }
-
-template <class... Tensors>
-bool records_graph(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (tensors.requires_grad() || ...);
-}
 
 /// Calls `run(row)` for each of `rows` rows of `width` numbers, some threads at a time.
 template <class Run>
@@ -69,7 +64,8 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, N
   const auto* weights = weight.const_data_ptr<float>();
   at::Tensor out = at::empty_like(x);
   auto* to = out.mutable_data_ptr<float>();
-  for_each_row(rows, width, [&](std::int64_t i) { square(from + i * width, to + i * width, width); });
+  for_each_row(rows, width,
+               [&](std::int64_t i) { square(from + i * width, to + i * width, width); });
   const at::Tensor sums = at::sum(out, -1);
   const auto* sum = sums.const_data_ptr<float>();
   const auto count = static_cast<float>(width), room = static_cast<float>(eps);

@@ -1,4 +1,6 @@
 // Norms and rotations in one pass, against the composed operations: the same bits.
+#include "core/ops/one_pass.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
@@ -10,7 +12,6 @@
 
 #include <limits>
 
-#include "core/ops/one_pass.h"
 #include "core/ops/rotary.h"
 #include "core/ops/torch_ops.h"
 
