@@ -5,9 +5,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/silu.h>
 #include <torch/library.h>
 
 #include "core/ops/one_pass.h"
+#include "core/ops/precision.h"
 #include "core/ops/problems.h"
 #include "core/ops/rotary.h"
 
@@ -225,6 +227,11 @@ at::Tensor fused_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Te
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return handle<Swiglu>(&Swiglu::composed).call(gate, up);
+}
+
+at::Tensor swiglu_over(at::Tensor gate, const at::Tensor& up) {
+  if (gate.is_cuda() || records_graph(gate, up)) return swiglu(gate, up);
+  return at::silu_(gate).mul_(up);
 }
 
 // --- By device -----------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ at::Tensor fused_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Te
 
 /// silu(gate) * up.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+/// The same in the place of `gate` where that saves room, for a gate that nobody else holds.
+at::Tensor swiglu_over(at::Tensor gate, const at::Tensor& up);
 
 /// The arguments of the operators, as their schemas in torch_ops.cc have them.
 namespace arguments {
