@@ -110,7 +110,9 @@ class Model:
     dtype: torch.dtype
     device: str
     @staticmethod
-    def build(config_json: str, where: str, attention: str, text_only: bool) -> Model: ...
+    def build(
+        config_json: str, where: str, attention: str, text_only: bool, dtype: torch.dtype | None = None
+    ) -> Model: ...
     def to(self, device: torch.device) -> None: ...
     def load(
         self, folder: str | os.PathLike[str], dtype: torch.dtype | None, placement: dict[str, torch.device], copy: bool
