@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/embedding.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
@@ -53,8 +52,6 @@ Embedding::Embedding(Module* parent, std::string name, std::int64_t rows, std::i
 }
 
 at::Tensor Embedding::apply(const at::Tensor& indices) const {
-  // torch's own rules for shapes alone are written in Python: slow, and may not be there.
-  if (weight_.is_meta()) return weight_.index({indices});
   return at::embedding(weight_, indices);
 }
 
@@ -90,7 +87,6 @@ LayerNorm::LayerNorm(Module* parent, std::string name, std::int64_t width, doubl
 }
 
 at::Tensor LayerNorm::apply(const at::Tensor& x) const {
-  if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
   return at::layer_norm(x, weight_.sizes(), weight_, bias_, eps_);
 }
 

@@ -110,7 +110,14 @@ class Model:
     dtype: torch.dtype
     device: str
     @staticmethod
-    def build(config_json: str, where: str, attention: str, patch_embedding: str, text_only: bool) -> Model: ...
+    def build(
+        config_json: str,
+        where: str,
+        attention: str,
+        patch_embedding: str,
+        text_only: bool,
+        dtype: torch.dtype | None = None,
+    ) -> Model: ...
     def to(self, device: torch.device) -> None: ...
     def load(
         self, folder: str | os.PathLike[str], dtype: torch.dtype | None, placement: dict[str, torch.device], copy: bool
