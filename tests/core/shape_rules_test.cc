@@ -10,6 +10,7 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
@@ -22,6 +23,8 @@
 
 #include <map>
 #include <string>
+
+#include "core/ops/attention.h"
 
 namespace vlscope::ops {
 namespace {
@@ -38,6 +41,10 @@ const std::map<std::string, Operation>& operations() {
       {"attention",
        [](const at::Tensor& x) {
          return at::scaled_dot_product_attention(x, x, x.narrow(3, 0, 5));
+       }},
+      {"causal_mask",
+       [](const at::Tensor& x) {
+         return causal_mask(at::ones({2, 5}, x.options().dtype(at::kLong)), 3);
        }},
       {"cat", [](const at::Tensor& x) { return at::cat({x, x.narrow(1, 0, 1)}, 1); }},
       {"division", [](const at::Tensor& x) { return x.div(3, "floor") / x; }},
