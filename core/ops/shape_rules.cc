@@ -67,6 +67,12 @@ at::Tensor look_up(const at::Tensor& table, const at::Tensor& indices, c10::SymI
   return at::meta::empty(shape, table.options());
 }
 
+at::Tensor select(const at::Tensor& x, std::int64_t axis, const at::Tensor& indices) {
+  auto shape = x.sizes().vec();
+  shape.at(axis < 0 ? axis + x.dim() : axis) = indices.numel();
+  return at::meta::empty(shape, x.options());
+}
+
 at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef, const Optional&, const Optional&,
                       double, bool) {
   return at::meta::empty(x.sizes(), x.options());
@@ -136,6 +142,7 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, library) {
   answer<op::embedding, look_up>(library);
   answer<op::index_Tensor, meta::index>(library);
   answer<op::index_copy, meta::index_copy>(library);
+  answer<op::index_select, select>(library);
 
   answer<op::arange, arange>(library);
   answer<op::empty_like, composed::empty_like>(library);

@@ -56,6 +56,8 @@ const std::map<std::string, Operation>& operations() {
       {"index", [](const at::Tensor& x) { return x.index({indices_beside(x)}); }},
       {"index_copy",
        [](const at::Tensor& x) { return x.index_copy(0, indices_beside(x).select(1, 0), x * x); }},
+      {"index_select",
+       [](const at::Tensor& x) { return x.index_select(-1, indices_beside(x).flatten()); }},
       {"layer_norm",
        [](const at::Tensor& x) { return at::layer_norm(x, {8}, x[0][0][0], x[0][0][1]); }},
       {"linear", [](const at::Tensor& x) { return at::linear(x, x[0][0], x[0][0].select(1, 0)); }},
