@@ -76,6 +76,21 @@ def test_a_scan_knows_the_dtype_that_the_weights_are_loaded_in(name, attention, 
     assert before.dtype == dtype and not before.dispatched
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", TINY)
+def test_no_operation_of_a_scan_enters_python(name, attention, vlscope_model, inputs):
+    model, called = vlscope_model(name, attention), []
+    prepared = [model._prepare(**inputs(name, case)) for case in CASES]
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code) if event == "call" else None)
+    try:
+        for each in prepared:
+            model._core.scan(each)
+    finally:
+        sys.setprofile(before)
+    assert called == []
+
+
 #: What comes with torch's rules in Python for shapes alone, and takes seconds.
 HEAVY = ("sympy", "torch._dynamo", "torch.fx.experimental.symbolic_shapes")
 SCANS = """

@@ -53,8 +53,9 @@ at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale) {
 at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                             double scale) {
   const at::Tensor scores = full_scores(q, k, scale);
-  return masked(
-      scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
+  if (mask.defined()) return masked(scores, mask);
+  const at::Tensor unpadded = at::ones({1, k.size(2)}, k.options().dtype(at::kLong));
+  return masked(scores, causal_mask(unpadded, q.size(2)));
 }
 
 at::Tensor composed_score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,

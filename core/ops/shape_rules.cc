@@ -11,10 +11,12 @@
 #include <ATen/ops/empty_like_ops.h>
 #include <ATen/ops/gelu_ops.h>
 #include <ATen/ops/layer_norm_ops.h>
+#include <ATen/ops/ones_ops.h>
 #include <ATen/ops/scalar_tensor_ops.h>
 #include <ATen/ops/scaled_dot_product_attention_ops.h>
 #include <ATen/ops/silu_ops.h>
 #include <ATen/ops/softplus_ops.h>
+#include <ATen/ops/zero_ops.h>
 #include <ATen/ops/zeros_ops.h>
 #include <torch/library.h>
 
@@ -65,6 +67,12 @@ at::Tensor look_up(const at::Tensor& table, const at::Tensor& indices, c10::SymI
   return at::meta::empty(shape, table.options());
 }
 
+at::Tensor select(const at::Tensor& x, std::int64_t axis, const at::Tensor& indices) {
+  auto shape = x.sizes().vec();
+  shape.at(axis < 0 ? axis + x.dim() : axis) = indices.numel();
+  return at::meta::empty(shape, x.options());
+}
+
 at::Tensor layer_norm(const at::Tensor& x, c10::SymIntArrayRef, const Optional&, const Optional&,
                       double, bool) {
   return at::meta::empty(x.sizes(), x.options());
@@ -101,11 +109,13 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, library) {
   namespace composed = at::compositeexplicitautograd;
 
   answer<op::add_Tensor, meta::add>(library);
+  answer<op::bitwise_and_Tensor, meta::bitwise_and>(library);
   answer<op::cos, meta::cos>(library);
   answer<op::div_Tensor, meta::div>(library);
   answer<op::div_Tensor_mode, meta::div>(library);
   answer<op::exp, meta::exp>(library);
   answer<op::gelu, meta::gelu>(library);
+  answer<op::le_Tensor, meta::le>(library);
   answer<op::mul_Tensor, meta::mul>(library);
   answer<op::neg, meta::neg>(library);
   answer<op::pow_Tensor_Scalar, meta::pow>(library);
@@ -132,11 +142,15 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, library) {
   answer<op::embedding, look_up>(library);
   answer<op::index_Tensor, meta::index>(library);
   answer<op::index_copy, meta::index_copy>(library);
+  answer<op::index_select, select>(library);
 
   answer<op::arange, arange>(library);
   answer<op::empty_like, composed::empty_like>(library);
+  answer<op::ones, composed::ones_symint>(library);
   answer<op::scalar_tensor, composed::scalar_tensor>(library);
   answer<op::zeros, composed::zeros_symint>(library);
+  answer<op::fill__Scalar, meta::fill_>(library);
+  answer<op::zero_, meta::zero_>(library);
 
   // Torch's own forms by the operations above.
   answer<op::_unsafe_view, composed::_unsafe_view_symint>(library);

@@ -10,6 +10,7 @@
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/randn.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/scaled_dot_product_attention.h>
@@ -22,6 +23,8 @@
 
 #include <map>
 #include <string>
+
+#include "core/ops/attention.h"
 
 namespace vlscope::ops {
 namespace {
@@ -39,6 +42,10 @@ const std::map<std::string, Operation>& operations() {
        [](const at::Tensor& x) {
          return at::scaled_dot_product_attention(x, x, x.narrow(3, 0, 5));
        }},
+      {"causal_mask",
+       [](const at::Tensor& x) {
+         return causal_mask(at::ones({2, 5}, x.options().dtype(at::kLong)), 3);
+       }},
       {"cat", [](const at::Tensor& x) { return at::cat({x, x.narrow(1, 0, 1)}, 1); }},
       {"division", [](const at::Tensor& x) { return x.div(3, "floor") / x; }},
       {"elementwise",
@@ -49,6 +56,8 @@ const std::map<std::string, Operation>& operations() {
       {"index", [](const at::Tensor& x) { return x.index({indices_beside(x)}); }},
       {"index_copy",
        [](const at::Tensor& x) { return x.index_copy(0, indices_beside(x).select(1, 0), x * x); }},
+      {"index_select",
+       [](const at::Tensor& x) { return x.index_select(-1, indices_beside(x).flatten()); }},
       {"layer_norm",
        [](const at::Tensor& x) { return at::layer_norm(x, {8}, x[0][0][0], x[0][0][1]); }},
       {"linear", [](const at::Tensor& x) { return at::linear(x, x[0][0], x[0][0].select(1, 0)); }},
