@@ -1,7 +1,7 @@
 #include "models/layers.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/embedding.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
@@ -25,6 +25,11 @@ at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
   return weight.flatten().narrow(0, 0, 1).expand(shape);
 }
 
+at::Tensor shaped_like(const LargeWeight& weight, at::IntArrayRef shape) {
+  const at::TensorOptions options = weight.stored.options().dtype(weight.dtype());
+  return at::empty({1}, options).expand(shape);
+}
+
 Flow<at::Tensor> Leaf::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) x = apply(x);
@@ -39,12 +44,13 @@ Linear::Linear(Module* parent, std::string name, std::int64_t in, std::int64_t o
 }
 
 at::Tensor Linear::apply(const at::Tensor& x) const {
-  return bias_.defined() ? at::linear(x, weight_, bias_) : at::linear(x, weight_);
+  const at::Tensor weight = weight_.matrix(x);
+  return bias_.defined() ? at::linear(x, weight, bias_) : at::linear(x, weight);
 }
 
 at::Tensor Linear::output_like(const at::Tensor& x) const {
   auto shape = x.sizes().vec();
-  shape.back() = weight_.size(0);
+  shape.back() = weight_.stored.size(0);
   return shaped_like(weight_, shape);
 }
 
@@ -53,15 +59,11 @@ Embedding::Embedding(Module* parent, std::string name, std::int64_t rows, std::i
   declare("weight", {rows, width}, weight_);
 }
 
-at::Tensor Embedding::apply(const at::Tensor& indices) const {
-  // torch's own rules for shapes alone are written in Python: slow, and may not be there.
-  if (weight_.is_meta()) return weight_.index({indices});
-  return at::embedding(weight_, indices);
-}
+at::Tensor Embedding::apply(const at::Tensor& indices) const { return weight_.rows(indices); }
 
 at::Tensor Embedding::output_like(const at::Tensor& indices) const {
   auto shape = indices.sizes().vec();
-  shape.push_back(weight_.size(1));
+  shape.push_back(weight_.stored.size(1));
   return shaped_like(weight_, shape);
 }
 
@@ -71,7 +73,7 @@ RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double ep
 }
 
 at::Tensor RmsNorm::apply(const at::Tensor& x) const {
-  if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
+  if (x.is_meta()) return at::empty_like(x);  // As in LargeWeight::rows.
   if (x.is_cuda()) return ops::rms_norm(x, weight_, eps_, ops::NormForm::kPlain);
   return ops::composed_rms_norm(x, weight_, eps_);
 }
@@ -83,7 +85,7 @@ ZeroCenteredRmsNorm::ZeroCenteredRmsNorm(Module* parent, std::string name, std::
 }
 
 at::Tensor ZeroCenteredRmsNorm::apply(const at::Tensor& x) const {
-  if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
+  if (x.is_meta()) return at::empty_like(x);  // As in LargeWeight::rows.
   if (x.is_cuda()) return ops::rms_norm(x, weight_, eps_, ops::NormForm::kZeroCentered);
   return ops::composed_zero_centered_rms_norm(x, weight_, eps_);
 }
@@ -95,7 +97,7 @@ LayerNorm::LayerNorm(Module* parent, std::string name, std::int64_t width, doubl
 }
 
 at::Tensor LayerNorm::apply(const at::Tensor& x) const {
-  if (x.is_meta()) return at::empty_like(x);  // As in Embedding::apply.
+  if (x.is_meta()) return at::empty_like(x);  // As in LargeWeight::rows.
   return at::layer_norm(x, weight_.sizes(), weight_, bias_, eps_);
 }
 
