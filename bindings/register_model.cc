@@ -48,10 +48,11 @@ Attention attention_by_name(const std::string& name) {
 }
 
 std::shared_ptr<Model> build(const std::string& config_json, const std::string& where,
-                             const std::string& attention, bool text_only) {
+                             const std::string& attention, bool text_only,
+                             std::optional<at::ScalarType> dtype) {
   const Config config = parse_config(config_json, where);
   for (const std::string& note : config.notes) log().warn("{}", note);
-  return Model::build(config, attention_by_name(attention), text_only);
+  return Model::build(config, attention_by_name(attention), text_only, dtype);
 }
 
 py::dict config_dict(const Config& config) {
@@ -293,7 +294,7 @@ void register_model(py::module_& module) {
 
   py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A module tree and its weights.")
       .def_static("build", &build, py::arg("config_json"), py::arg("where"), py::arg("attention"),
-                  py::arg("text_only"))
+                  py::arg("text_only"), py::arg("dtype"))
       .def("load", &load, py::arg("folder"), py::arg("options"), py::arg("placement"))
       .def("to", &Model::to, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("loaded", &Model::loaded)

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,10 +26,12 @@ struct ScannedValue {
 /// which its traces hold too.
 class Model : public std::enable_shared_from_this<Model> {
  public:
-  /// Builds the module tree and numbers its locations. Weights are on the meta device until `load`.
+  /// Builds the module tree and numbers its locations. Weights are on the meta device until `load`,
+  /// which is to be asked for the same `dtype`; without one, the config's is what is expected.
   /// @throws UnsupportedFamily if no family has the config's model_type
   static std::shared_ptr<Model> build(const Config& config, Attention attention,
-                                      bool text_only = false);
+                                      bool text_only = false,
+                                      std::optional<at::ScalarType> dtype = std::nullopt);
 
   /// Fills every weight from the checkpoint; see load_weights.
   LoadReport load(const Checkpoint& checkpoint, const LoadOptions& options);

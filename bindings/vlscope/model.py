@@ -186,12 +186,12 @@ class StandardizedTransformer(CausalLM):
         "_parts",
         "_placement",
         "_sites",
-        "_streams",
         "attn_implementation",
         "config",
         "processor",
         "repo_id",
         "task",
+        "weights",
     )
 
     def __init__(
@@ -224,10 +224,10 @@ class StandardizedTransformer(CausalLM):
             raise InputError(f"{_STREAMS_ON_CPU}, and device_map is given as well")
         folder = _find(path_or_id, revision)
         text, where = _read_config(folder)
-        core = _core.Model.build(text, str(where), attn_implementation, task == "text-generation")
+        self._dtype = _check_dtype(dtype or torch_dtype) or (torch.float32 if weights == "stream" else None)
+        core = _core.Model.build(text, str(where), attn_implementation, task == "text-generation", self._dtype)
         self._folder, self._core = folder, core
-        self._dtype = _check_dtype(dtype or torch_dtype)
-        self._streams = weights == "stream"
+        self.weights = weights
         self._parts = [] if device_map is None else parts_of(core, self._dtype)
         self._placement = self._devices(device, device_map)
         self._copy = copy
@@ -259,7 +259,7 @@ class StandardizedTransformer(CausalLM):
 
     def _checked_device(self, device: str | torch.device) -> torch.device:
         known = check_device(device)
-        if self._streams and known.type != "cpu":
+        if self.weights == "stream" and known.type != "cpu":
             raise InputError(f'{_STREAMS_ON_CPU}, and the device is "{known}"')
         return known
 
@@ -328,7 +328,7 @@ class StandardizedTransformer(CausalLM):
         with self._lock:
             if self._dispatched:
                 return
-            options = _core.LoadOptions(dtype=self._dtype, copy=self._copy, stream=self._streams)
+            options = _core.LoadOptions(dtype=self._dtype, copy=self._copy, stream=self.weights == "stream")
             report = self._core.load(self._folder, options, self._weight_places())
             self._dispatched = True
         if report["unused"]:
@@ -848,5 +848,5 @@ def load(path_or_id: str | os.PathLike[str], **options: Any) -> StandardizedTran
 def weight_counts(config: str | os.PathLike[str]) -> tuple[int, int]:
     """Tensors and parameters that a checkpoint of this `config.json` stores, without any weights."""
     path = Path(config)
-    core = _core.Model.build(path.read_text(encoding="utf-8"), str(path), "sdpa", False)
+    core = _core.Model.build(path.read_text(encoding="utf-8"), str(path), "sdpa", False, None)
     return core.count_weights()

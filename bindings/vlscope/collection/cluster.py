@@ -52,6 +52,7 @@ class _Recipe:
             "dtype": model.dtype,
             "device": model.device.type,
             "attn_implementation": model.attn_implementation,
+            "weights": model.weights,
             "dispatch": False,
         }
         if not isinstance(model.processor, (Processor, type(None))):
