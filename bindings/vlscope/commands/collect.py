@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from . import common
+
 _MERGE = "merge"
 
 

@@ -239,11 +239,8 @@ def heads_of_the_tower_projected_are_its_attention_output(model: Model, prompts:
     at = f"{_last(model)}.self_attn"
     heads, output = values(model, prompts.two_images, f"{at}.attention_head_outputs", f"{at}.attention_output")
     proj = model.vision.layers[-1].self_attn.proj
-    close(
-        output,
-        torch.nn.functional.linear(heads.flatten(2), proj.weight.to(model.dtype), proj.bias),
-        f"{at}.attention_output",
-    )
+    weight = proj.weight.to(model.dtype)
+    close(output, torch.nn.functional.linear(heads.flatten(2), weight, proj.bias), f"{at}.attention_output")
 
 
 @identity()
