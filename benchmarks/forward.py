@@ -7,7 +7,6 @@ The share of matrix products and their speed come from torch's profiler: operati
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -133,7 +132,8 @@ def measured(name: str, sizes: Sizes) -> list[Row]:
     with torch.no_grad():
         times = interleaved({what: Work(work) for what, work in works.items()}, sizes.long)
         rows = _time_rows(name, times) + _profile_rows(name, model, prompt, sizes.long)
-        return rows + patch_embedding(name, model, prompt, sizes.long)
+        rows += patch_embedding(name, model, prompt, sizes.long)
+        return rows + packing(name, model, prompt, sizes.long)
 
 
 def _time_rows(name: str, times: Times) -> list[Row]:
@@ -194,32 +194,44 @@ def _profile_rows(name: str, model: Model, prompt: Inputs, reps: int) -> list[Ro
 
 def patch_embedding(name: str, model: Model, prompt: Inputs, reps: int) -> list[Row]:
     """The convolution that keeps the reference's bits, and the same numbers as a matrix product."""
-    if "patch_embedding" in inspect.signature(vlscope.StandardizedTransformer.__init__).parameters:
-        other = vlscope.load(model.folder, patch_embedding="matmul")
+    other = vlscope.load(model.folder, patch_embedding="matmul")
 
-        def embed(which: Model) -> Callable[[], Any]:
-            def embedding() -> None:
-                with which.trace(**prompt):
-                    _ = which.vision.patch_embeddings
+    def embed(which: Model) -> Callable[[], Any]:
+        def embedding() -> None:
+            with which.trace(**prompt):
+                _ = which.vision.patch_embeddings
 
-            return embedding
+        return embedding
 
-        works = {"convolution": Work(embed(model)), "product": Work(embed(other))}
-    else:
-        weight = model.vision.patch_embed.proj.weight
-        patches = prompt["pixel_values"].view(-1, *weight.shape[1:])
-        works = {
-            "convolution": Work(lambda: torch.conv3d(patches, weight, stride=weight.shape[2:])),
-            "product": Work(lambda: torch.nn.functional.linear(patches.flatten(1), weight.flatten(1))),
-        }
+    works = {"convolution": Work(embed(model)), "product": Work(embed(other))}
     times = interleaved(works, max(reps, 5))
     faster = ratios(times["convolution"], times["product"])
+    title = f"{name}: patch embedding as a product, times as fast"
+    return [row(title, faster, target=PATCHES_AS_PRODUCT, unit="x", at_least=True)]
+
+
+def packing(name: str, model: Model, prompt: Inputs, reps: int) -> list[Row]:
+    """What it would give to keep weights once more, in the layout that their kernel wants."""
+    rows, width = prompt["input_ids"].shape[1], model.config["text_config"]["hidden_size"]
+    weight, x = model.layers[0].mlp.up_proj.weight, torch.randn(rows, width)
+    works = {"product": Work(lambda: torch.nn.functional.linear(x, weight))}
+    if torch.backends.mkl.is_available():
+        packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, rows)
+        works["packed product"] = Work(lambda: torch.ops.mkl._mkl_linear(x, packed, weight, None, rows))
+    kernel = model.vision.patch_embed.proj.weight
+    patches = prompt["pixel_values"].view(-1, *kernel.shape[1:])
+    steps = ([0, 0, 0], kernel.shape[2:], [1, 1, 1], 1)
+    works["convolution"] = Work(lambda: torch.conv3d(patches, kernel, stride=kernel.shape[2:]))
+    if torch.backends.mkldnn.is_available():
+        reordered = torch._C._nn.mkldnn_reorder_conv3d_weight(kernel.to_mkldnn(), *steps, patches.shape)
+        works["packed convolution"] = Work(lambda: torch.mkldnn_convolution(patches, reordered, None, *steps))
+    times = interleaved(works, max(reps, 5))
     return [
         row(
-            f"{name}: patch embedding as a product, times as fast",
-            faster,
-            target=PATCHES_AS_PRODUCT,
+            f"{name}: {what} with a packed weight, of the plain one",
+            ratios(times[f"packed {what}"], times[what]),
             unit="x",
-            at_least=True,
         )
+        for what in ("product", "convolution")
+        if f"packed {what}" in times
     ]

@@ -4,7 +4,7 @@ A work is run once to have every weight and every lasting buffer in memory, and 
 Tensors are returned to the system when they are freed (`MALLOC_MMAP_THRESHOLD_`), so that the peak is of
 what was alive. It is set against the bytes that the widths of the model tell:
 
-    text block    seq * (hidden + 3 * intermediate)     stream; gate, up and their product
+    text block    seq * (2 * hidden + 2 * intermediate)  stream, and its norm; gate and up
     vision block  patches * (hidden + 2 * intermediate)  stream; what enters and leaves the activation
     features      image tokens * hidden * (1 + taps)     what later blocks still need
     delivered     what the script has saved
@@ -69,7 +69,7 @@ def live_bytes(config: Mapping[str, Any], work: str, run: Mapping[str, Any]) -> 
     tokens = patches // vision["spatial_merge_size"] ** 2
     features = tokens * text["hidden_size"] * (1 + len(vision["deepstack_visual_indexes"]))
     tower = patches * (vision["hidden_size"] + 2 * vision["intermediate_size"])
-    block = seq * (text["hidden_size"] + 3 * text["intermediate_size"])
+    block = seq * (2 * text["hidden_size"] + 2 * text["intermediate_size"])
     return 4 * (features + (tower if work == "every_vision_block" else max(tower, block)))
 
 

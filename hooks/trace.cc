@@ -146,6 +146,15 @@ bool Trace::passes_unchanged(const Location& location) const {
   });
 }
 
+bool Trace::passes(const Module& module) const {
+  if (listing() || target_ <= module.output.order()) return false;
+  return std::none_of(skips_.begin(), skips_.end(), [&](const Skip& skip) {
+    const Module* inner = skip.module;
+    while (inner && inner != &module) inner = inner->parent();
+    return inner != nullptr;
+  });
+}
+
 bool Trace::skips(const Module& module) const {
   return std::any_of(skips_.begin(), skips_.end(),
                      [&](const Skip& skip) { return skip.module == &module; });

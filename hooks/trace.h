@@ -94,11 +94,9 @@ class Trace {
   /// True if the reader wants nothing up to and including `location`, and has changed nothing yet:
   /// what is recorded of the forward there is what it would compute.
   bool passes_unchanged(const Location& location) const;
-  /// True if the reader, as the module is about to be called, stops at nothing of it and has it not
-  /// skipped: its result may be computed together with what follows.
-  bool passes(const Module& module) const {
-    return !listing() && target_ > module.output.order() && !skips(module);
-  }
+  /// True if the reader, as the module is about to be called, stops at nothing of it and has
+  /// nothing of it skipped: its result may be computed together with what follows, or in part.
+  bool passes(const Module& module) const;
   /// True if the forward is only listed: every location is visited, none is stopped at.
   bool listing() const { return options_.visitor != nullptr; }
   /// True if the reader had the module skipped.

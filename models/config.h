@@ -88,6 +88,10 @@ enum class VideoTime {
 /// `deepstack_visual_indexes` keeps the order of the file: entry k names the block that feeds
 /// merger k, and features leave the tower in the order of the blocks. What a family does not know
 /// is empty or 0.
+/// How the CPU projects patches of float32: by the reference's convolution, or by the equal matrix
+/// product, which is some times as fast and rounds otherwise.
+enum class PatchEmbedding { kConvolution, kMatmul };
+
 struct VisionConfig {
   std::string model_type;
   int64_t depth;
@@ -107,6 +111,8 @@ struct VisionConfig {
   std::vector<int64_t> fullatt_block_indexes;  ///< Blocks that attend within a whole frame.
   VideoTime video_time;
   int64_t tokens_per_second;
+  /// Chosen by who loads the model, not by the file.
+  PatchEmbedding patch_embedding = PatchEmbedding::kConvolution;
 
   int64_t head_dim() const { return hidden_size / num_heads; }
   /// Side of an attention window in image tokens.

@@ -15,7 +15,6 @@
 #include "core/errors.h"
 #include "core/ops/norm.h"
 #include "core/ops/precision.h"
-#include "core/ops/torch_ops.h"
 
 namespace vlscope {
 
@@ -73,9 +72,7 @@ RmsNorm::RmsNorm(Module* parent, std::string name, std::int64_t width, double ep
 }
 
 at::Tensor RmsNorm::apply(const at::Tensor& x) const {
-  if (x.is_meta()) return at::empty_like(x);  // As in LargeWeight::rows.
-  if (x.is_cuda()) return ops::rms_norm(x, weight_, eps_, ops::NormForm::kPlain);
-  return ops::composed_rms_norm(x, weight_, eps_);
+  return ops::rms_norm(x, weight_, eps_, ops::NormForm::kPlain);
 }
 
 ZeroCenteredRmsNorm::ZeroCenteredRmsNorm(Module* parent, std::string name, std::int64_t width,
@@ -85,9 +82,7 @@ ZeroCenteredRmsNorm::ZeroCenteredRmsNorm(Module* parent, std::string name, std::
 }
 
 at::Tensor ZeroCenteredRmsNorm::apply(const at::Tensor& x) const {
-  if (x.is_meta()) return at::empty_like(x);  // As in LargeWeight::rows.
-  if (x.is_cuda()) return ops::rms_norm(x, weight_, eps_, ops::NormForm::kZeroCentered);
-  return ops::composed_zero_centered_rms_norm(x, weight_, eps_);
+  return ops::rms_norm(x, weight_, eps_, ops::NormForm::kZeroCentered);
 }
 
 LayerNorm::LayerNorm(Module* parent, std::string name, std::int64_t width, double eps)

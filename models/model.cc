@@ -96,16 +96,15 @@ std::vector<std::string> family_names() {
   return names;
 }
 
-std::shared_ptr<Model> Model::build(const Config& config, Attention attention, bool text_only,
-                                    std::optional<at::ScalarType> dtype) {
+std::shared_ptr<Model> Model::build(const Config& config, Attention attention, bool text_only) {
   const auto family = families().find(config.model_type);
   if (family == families().end()) {
     throw UnsupportedFamily(fmt::format("model_type \"{}\" is not served; these are: {}.",
                                         config.model_type, fmt::join(family_names(), ", ")));
   }
-  const auto weights =
-      at::device(at::kMeta).dtype(dtype.value_or(config.dtype.value_or(at::kFloat)));
-  std::shared_ptr<Model> model(new Model(family->second(config, attention), attention, weights));
+  const auto dtype = config.dtype.value_or(at::kFloat);
+  std::shared_ptr<Model> model(
+      new Model(family->second(config, attention), attention, at::device(at::kMeta).dtype(dtype)));
   model->number();
   if (text_only) {
     model->text_only_ = true;

@@ -4,7 +4,6 @@
 #include <filesystem>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,12 +25,14 @@ struct ScannedValue {
 /// which its traces hold too.
 class Model : public std::enable_shared_from_this<Model> {
  public:
-  /// Builds the module tree and numbers its locations. Weights are on the meta device until `load`,
-  /// which is to be asked for the same `dtype`; without one, the config's is what is expected.
+  /// Builds the module tree and numbers its locations. Weights are on the meta device until `load`.
   /// @throws UnsupportedFamily if no family has the config's model_type
   static std::shared_ptr<Model> build(const Config& config, Attention attention,
-                                      bool text_only = false,
-                                      std::optional<at::ScalarType> dtype = std::nullopt);
+                                      bool text_only = false);
+
+  /// Tells a model that is not loaded yet what its forward will run in, for `dtype` and `scan`. By
+  /// default what the config says.
+  void expect(at::ScalarType dtype) { dtype_ = dtype; }
 
   /// Fills every weight from the checkpoint; see load_weights.
   LoadReport load(const Checkpoint& checkpoint, const LoadOptions& options);

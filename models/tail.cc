@@ -74,6 +74,9 @@ TextModel::Input tail_of(const Inputs& inputs, const Config& config, bool deepst
   in.attention_mask = inputs.attention_mask.expand({tail.copies, -1});
   in.position_ids = on_device(rows(inputs.position_ids, tail, 1, 2), device);
   if (tail.first > 0) in.before = recorded.keys;
+  // Behind a prompt that is padded on the right, the last token is not the last position.
+  const at::Tensor ends = inputs.attention_mask.select(1, inputs.attention_mask.size(1) - 1);
+  in.last_alone = inputs.logits_to_keep == 1 && ends.all().item<bool>();
   if (!deepstack || recorded.vision.deepstack.empty()) return in;
 
   const VisualTokens visual = visual_tokens(inputs, config);

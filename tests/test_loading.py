@@ -233,3 +233,32 @@ def test_weights_of_multi_token_prediction_are_known_and_listed_as_unused(checkp
     (record,) = [record for record in caplog.records if "mtp." in record.message]
     assert record.levelname == "INFO" and "2 tensors are for multi-token prediction" in record.message
     assert "mtp.fc.weight, mtp.layers.0.mlp.up_proj.weight" in record.message
+
+
+# --- the patch embedding ----------------------------------------------------------------------------------------
+
+
+def test_patches_are_projected_by_the_matrix_product_on_request(checkpoint, vlscope_model, inputs):
+    given = inputs("dense", "one_image")
+    model = vlscope.load(checkpoint("dense"), patch_embedding="matmul")
+    assert model.patch_embedding == "matmul"
+    with model.trace(**given):
+        found = model.vision.patch_embeddings.clone()
+        logits = model.logits
+    projection = model.vision.patch_embed.proj
+    weight, bias = projection.weight.flatten(1), projection.bias
+    assert torch.equal(found.squeeze(0), torch.nn.functional.linear(given["pixel_values"], weight, bias))
+    expected = vlscope_model("dense")(**given).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_an_unknown_patch_embedding_is_refused_by_name(checkpoint):
+    with pytest.raises(ConfigError, match='patch_embedding is "product"; give "convolution" or "matmul"'):
+        vlscope.load(checkpoint("dense"), patch_embedding="product")
+
+
+def test_a_recording_belongs_to_its_patch_embedding(checkpoint, vlscope_model, inputs):
+    recording = vlscope_model("dense").record(**inputs("dense", "one_image"))
+    other = vlscope.load(checkpoint("dense"), patch_embedding="matmul")
+    with pytest.raises(vlscope.InputError, match="another patch_embedding"):
+        other.trace(recording)

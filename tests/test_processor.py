@@ -807,6 +807,24 @@ def test_damaged_files_are_named(folder, tmp_path):
         Processor.from_folder(tmp_path / "nowhere")
 
 
+def test_a_vocabulary_is_read_when_it_is_first_needed(folder):
+    path = folder()
+    (path / "tokenizer.json").write_text('{"model": {"type": "of no kind"}}')
+    late = Processor.from_folder(path)
+    with pytest.raises(ConfigError, match="tokenizer.json"):
+        late.encode_prompt("hi")
+    with pytest.raises(ConfigError, match="tokenizer.json"):  # and not half read
+        late.encode_prompt("hi")
+
+
+def test_a_tokenizer_is_pickled_read_or_not(folder):
+    tokenizer = Processor.from_folder(folder()).tokenizer
+    copies = [pickle.loads(pickle.dumps(tokenizer))]
+    ids = tokenizer.encode("What color?")
+    copies.append(pickle.loads(pickle.dumps(tokenizer)))
+    assert [copy.encode("What color?") for copy in copies] == [ids, ids]
+
+
 def test_the_libraries_of_text_and_pictures_are_imported_when_needed():
     code = (
         "import sys, vlscope.processing\nassert not {'tokenizers', 'jinja2', 'PIL', 'transformers'} & set(sys.modules)"

@@ -240,3 +240,66 @@ def test_a_sweep_says_where_all_rows_had_to_be_run(vlscope_model):
     assert kept.rows == "all"
     with pytest.raises(vlscope.InputError, match="rows is 'some'"):
         patching.sweep(model, clean, corrupted, "layer_output", metric=metric, rows="some")
+
+
+# --- the last position alone ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*tiny.CONFIGS, "demo"])
+def test_logits_of_the_last_position_are_those_of_the_whole(vlscope_model, inputs, name, attention):
+    model, given = vlscope_model(name, attention), inputs(name, "one_image")
+    last = model(**given).logits[:, -1:]
+    first = 0 if name in RECURRENT else given["input_ids"].shape[1] // 2
+    tail = model.record(**given, keys=True).tail(first, copies=2)
+    with model.trace(tail, logits_to_keep=1):
+        assert_close(model.logits, last.expand(2, -1, -1))
+    with model.trace(tail, logits_to_keep=1):
+        assert_close(model.next_token_probs, last[:, 0].softmax(-1).expand(2, -1))
+
+
+@pytest.mark.parametrize("site", ["layers.-1.layer_input", "layers.-1.mlp.output", "norm.output", "model.output"])
+def test_what_is_read_of_the_last_block_or_behind_it_has_every_position(vlscope_model, inputs, site):
+    model, given = vlscope_model("dense"), inputs("dense", "one_image")
+    site = site.replace("-1", str(model.num_layers - 1))
+    tail = model.record(**given, keys=True).tail(3, copies=2)
+    with model.trace(tail, logits_to_keep=1):
+        value = vlscope.sites.read(model, site)
+        value = getattr(value, "last_hidden_state", value)
+        assert value.shape[:2] == (2, given["input_ids"].shape[1] - 3)
+        assert model.logits.shape[:2] == (2, 1)
+
+
+def test_an_edit_before_the_last_block_moves_its_last_position(vlscope_model, inputs):
+    model, given = vlscope_model("dense"), inputs("dense", "one_image")
+    tail = model.record(**given, keys=True).tail(3, copies=1)
+    edited = {}
+    for keep in (0, 1):
+        with model.trace(tail, logits_to_keep=keep):
+            model.layers[model.num_layers - 1].layer_input[:, 0] += 1.0  # seen by the last position as a key
+            edited[keep] = model.logits[:, -1:].clone()
+    assert_close(edited[1], edited[0])
+
+
+def test_what_is_skipped_in_the_last_block_has_every_position(vlscope_model, inputs):
+    model, given = vlscope_model("dense"), inputs("dense", "one_image")
+    tail = model.record(**given, keys=True).tail(3, copies=1)
+    block = model.layers[model.num_layers - 1]
+    with model.trace(tail):
+        branch = block.mlp.output.clone() * 0.5
+    found = {}
+    for keep in (0, 1):
+        with model.trace(tail, logits_to_keep=keep):
+            block.mlp.skip(branch)
+            found[keep] = model.logits[:, -1:].clone()
+    assert_close(found[1], found[0])
+
+
+def test_a_prompt_padded_on_the_right_ends_at_its_last_token(vlscope_model, inputs):
+    model, given = vlscope_model("dense"), dict(inputs("dense", "text"))
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    given["attention_mask"][:, -2:] = 0
+    with model.trace(**given):
+        expected = model.next_token_probs.clone()
+    with model.trace(model.record(**given, keys=True).tail(2, copies=1), logits_to_keep=1):
+        assert_close(model.next_token_probs, expected)

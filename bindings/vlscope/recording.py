@@ -33,6 +33,7 @@ def _identity(model: StandardizedTransformer) -> dict[str, str]:
         "dtype": str(model.dtype),
         "device": str(model.device),
         "attn_implementation": model.attn_implementation,
+        "patch_embedding": model.patch_embedding,
     }
 
 
@@ -155,7 +156,8 @@ class Tail:
     ...     probs = model.next_token_probs.save()  # [2, vocab_size]
 
     Values are those of the prompt's own trace within 1e-5 of the largest number: a product of fewer rows
-    differs in its last bits.
+    differs in its last bits. With `logits_to_keep=1`, a last block that nobody reads gives keys and values
+    of all positions and computes the rest for the last one alone.
 
     `first` above 0 needs a recording with `keys=True`, and a model of attention blocks alone.
 

@@ -55,20 +55,25 @@ VLSCOPE_PROGRAM void norm_team(const Team& team, const NormProblem& problem, std
   rms_norm_row(team, norm);
 }
 
-template <class T, class Table, class Team>
-VLSCOPE_PROGRAM void rotary_team(const Team& team, const RotaryProblem& problem, std::int64_t row) {
+/// The row of that number.
+template <class T, class Table>
+VLSCOPE_PROGRAM RotaryRow<T, Table> rotary_row(const RotaryProblem& problem, std::int64_t row) {
   const std::int64_t inner = row % problem.inner, middle = row / problem.inner % problem.middle;
   const std::int64_t outer = row / problem.inner / problem.middle;
   const auto at = [&](const RowStrides& strides) {
     return outer * strides.outer + middle * strides.middle + inner * strides.inner;
   };
-  RotaryRow<T, Table> rotary{static_cast<const T*>(problem.x) + at(problem.x_strides),
-                             static_cast<const Table*>(problem.cos) + at(problem.table_strides),
-                             static_cast<const Table*>(problem.sin) + at(problem.table_strides),
-                             static_cast<T*>(problem.out) + at(problem.out_strides),
-                             problem.width,
-                             problem.turned};
-  rotate_row(team, rotary);
+  return {static_cast<const T*>(problem.x) + at(problem.x_strides),
+          static_cast<const Table*>(problem.cos) + at(problem.table_strides),
+          static_cast<const Table*>(problem.sin) + at(problem.table_strides),
+          static_cast<T*>(problem.out) + at(problem.out_strides),
+          problem.width,
+          problem.turned};
+}
+
+template <class T, class Table, class Team>
+VLSCOPE_PROGRAM void rotary_team(const Team& team, const RotaryProblem& problem, std::int64_t row) {
+  rotate_row(team, rotary_row<T, Table>(problem, row));
 }
 
 }  // namespace vlscope::programs

@@ -1,7 +1,8 @@
-// Two rules that the arithmetic of every part keeps.
+// Rules that the arithmetic of every part keeps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 
 namespace vlscope::ops {
 
@@ -9,6 +10,12 @@ namespace vlscope::ops {
 /// float32. float64 stays what it is: the reference's cast is there for half precision.
 inline at::ScalarType precise(at::ScalarType dtype) {
   return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// True if an operation on these tensors becomes part of a gradient graph.
+template <class... Tensors>
+bool records_graph(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (tensors.requires_grad() || ...);
 }
 
 /// `x`, or a copy of it while a graph is recorded: for what an operation keeps for its backward

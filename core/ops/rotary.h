@@ -13,7 +13,8 @@ at::Tensor inverse_frequencies(double theta, std::int64_t dim);
 
 /// x * cos + rotate_half(x) * sin, in the dtype of `x`; cos and sin broadcast against it. Where
 /// they are narrower than `x`, its first elements are turned and the others left as they are.
-/// On CUDA by a kernel of its own where there is one (core/ops/torch_ops.h).
+/// On CUDA by a kernel of its own where there is one (core/ops/torch_ops.h), on the CPU in one pass
+/// where that has the same bits (core/ops/one_pass.h).
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
 /// The same by torch's operations alone.

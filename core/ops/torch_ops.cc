@@ -5,8 +5,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/silu.h>
 #include <torch/library.h>
 
+#include "core/ops/one_pass.h"
+#include "core/ops/precision.h"
 #include "core/ops/problems.h"
 #include "core/ops/rotary.h"
 
@@ -213,7 +216,8 @@ at::Tensor causal_score_rows(const at::Tensor& q, const at::Tensor& k, const at:
       .call(q, k, given, scale, 0, rows.heads, rows.queries, /*probabilities=*/false);
 }
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, NormForm form) {
+at::Tensor fused_rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                          NormForm form) {
   return handle<RmsNorm>(&RmsNorm::composed).call(x, weight, eps, form == NormForm::kZeroCentered);
 }
 
@@ -225,6 +229,11 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
   return handle<Swiglu>(&Swiglu::composed).call(gate, up);
 }
 
+at::Tensor swiglu_over(at::Tensor gate, const at::Tensor& up) {
+  if (gate.is_cuda() || records_graph(gate, up)) return swiglu(gate, up);
+  return at::silu_(gate).mul_(up);
+}
+
 // --- By device -----------------------------------------------------------------------------------
 
 at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
@@ -233,9 +242,18 @@ at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor
                      : composed_score_rows(q, k, mask, scale, rows);
 }
 
-at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, NormForm form) {
   if (x.is_meta()) return at::empty_like(x);  // Shapes alone: torch's rules for them are slow.
-  return x.is_cuda() ? fused_rotate(x, cos, sin) : composed_rotate(x, cos, sin);
+  if (x.is_cuda()) return fused_rms_norm(x, weight, eps, form);
+  if (one_pass::norms(x, weight)) return one_pass::rms_norm(x, weight, eps, form);
+  return composed::rms_norm(x, weight, eps, form == NormForm::kZeroCentered);
+}
+
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
+  if (x.is_meta()) return at::empty_like(x);
+  if (x.is_cuda()) return fused_rotate(x, cos, sin);
+  if (one_pass::rotates(x, cos, sin)) return one_pass::rotate(x, cos, sin);
+  return composed_rotate(x, cos, sin);
 }
 
 }  // namespace vlscope::ops

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/ops/attention.h"
+#include "core/ops/norm.h"
 
 namespace vlscope::ops {
 
@@ -24,15 +25,16 @@ at::Tensor segmented_attention(const at::Tensor& q, const at::Tensor& k, const a
 at::Tensor causal_score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                              double scale, const RowChoice& rows);
 
-enum class NormForm { kPlain, kZeroCentered };
-/// See core/ops/norm.h.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, NormForm form);
+/// See ops::rms_norm.
+at::Tensor fused_rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, NormForm form);
 
 /// See ops::rotate; in the arithmetic of cos and sin, rounded to the dtype of x.
 at::Tensor fused_rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin);
 
 /// silu(gate) * up.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
+/// The same in the place of `gate` where that saves room, for a gate that nobody else holds.
+at::Tensor swiglu_over(at::Tensor gate, const at::Tensor& up);
 
 /// The arguments of the operators, as their schemas in torch_ops.cc have them.
 namespace arguments {

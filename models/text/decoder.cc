@@ -57,17 +57,19 @@ Flow<at::Tensor> TextAttention::operator()(Trace& trace, at::Tensor x, TextConte
   at::Tensor pattern;
   co_await trace.at(input, x, context.mask, context.cos, context.sin);
   if (!trace.skip(*this, x)) {
-    const std::int64_t batch = x.size(0), seq = x.size(1);
+    at::Tensor asking = context.going_on(x);
+    const std::int64_t batch = asking.size(0), rows = asking.size(1);
     Attended attended;
     at::Tensor gate;
     {
-      Heads heads = co_await project(trace, std::move(x));
+      Heads heads = co_await project(trace, std::move(x), std::move(asking));
       gate = std::move(heads.gate);
       heads = co_await place(trace, std::move(heads), context);
-      attended = co_await attend(trace, heads, context.mask);
+      at::Tensor mask = context.mask.defined() ? context.going_on(context.mask, 2) : at::Tensor();
+      attended = co_await attend(trace, heads, std::move(mask));
     }
     pattern = std::move(attended.pattern);
-    at::Tensor joined = std::exchange(attended.heads, {}).reshape({batch, seq, -1});
+    at::Tensor joined = std::exchange(attended.heads, {}).reshape({batch, rows, -1});
     if (gate.defined()) joined = joined * std::exchange(gate, {}).sigmoid();
     x = co_await o_proj(trace, std::move(joined));
   }
@@ -83,7 +85,8 @@ at::Tensor TextAttention::per_head(const at::Tensor& x) const {
 Flow<TextAttention::Heads> TextAttention::place(Trace& trace, Heads heads,
                                                 const TextContext& context) const {
   const at::Tensor cos = context.cos.unsqueeze(1), sin = context.sin.unsqueeze(1);
-  heads.q = ops::rotate(heads.q.transpose(1, 2), cos, sin);
+  heads.q =
+      ops::rotate(heads.q.transpose(1, 2), context.going_on(cos, 2), context.going_on(sin, 2));
   heads.k = ops::rotate(heads.k.transpose(1, 2), cos, sin);
   heads.v = heads.v.transpose(1, 2);
   if (context.before) {
@@ -148,9 +151,10 @@ NormedAttention::NormedAttention(Module* parent, std::string name, const TextCon
       q_norm(this, "q_norm", config.head_dim, config.rms_norm_eps),
       k_norm(this, "k_norm", config.head_dim, config.rms_norm_eps) {}
 
-Flow<TextAttention::Heads> NormedAttention::project(Trace& trace, at::Tensor x) const {
+Flow<TextAttention::Heads> NormedAttention::project(Trace& trace, at::Tensor x,
+                                                    at::Tensor asking) const {
   Heads heads;
-  heads.q = co_await q_proj(trace, x);
+  heads.q = co_await q_proj(trace, std::move(asking));
   heads.q = co_await q_norm(trace, per_head(heads.q));
   heads.k = co_await k_proj(trace, x);
   heads.k = co_await k_norm(trace, per_head(heads.k));
@@ -170,12 +174,12 @@ GatedMlp::GatedMlp(Module* parent, std::string name, const Kind& kind, Widths wi
 Flow<at::Tensor> GatedMlp::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) {
+    // A gate that nobody has seen may be activated and multiplied where it is, or by one kernel.
+    const bool unseen = trace.passes(act_fn) && trace.passes(gate_proj);
     at::Tensor gate = co_await gate_proj(trace, x);
-    // One kernel computes activation and product, unless the reader stops in between.
-    const bool fused = x.is_cuda() && trace.passes(act_fn);
-    if (!fused) gate = co_await act_fn(trace, std::move(gate));
+    if (!unseen) gate = co_await act_fn(trace, std::move(gate));
     x = co_await up_proj(trace, std::move(x));
-    x = fused ? ops::swiglu(gate, x) : gate * x;
+    x = unseen ? ops::swiglu_over(gate, x) : gate * x;
     gate = at::Tensor();
     x = co_await down_proj(trace, std::move(x));
   }

@@ -21,6 +21,14 @@ struct TextContext {
   std::int64_t past = 0;        ///< Positions before the first of this forward.
   BlockCache* cache = nullptr;  ///< What they left; nullptr if nothing is to be remembered.
   const BlockCache* before = nullptr;  ///< What they left of a prompt whose tail this is.
+  /// How many of the last positions go on from this block: the others give their keys and values
+  /// alone. 0 for all.
+  std::int64_t kept = 0;
+
+  /// What goes on of `x`, with the positions along `axis`.
+  at::Tensor going_on(const at::Tensor& x, std::int64_t axis = 1) const {
+    return kept == 0 ? x : x.narrow(axis, x.size(axis) - kept, kept);
+  }
 };
 
 /// The M-RoPE tables, interleaved or by sections as the config says.
@@ -67,8 +75,9 @@ class TextAttention : public Module {
     at::Tensor q, k, v;
     at::Tensor gate = {};  ///< `[batch, seq, heads * head_dim]`; out = W_o (sigmoid(gate) heads)
   };
-  /// The stream to heads, not yet rotated.
-  virtual Flow<Heads> project(Trace& trace, at::Tensor x) const = 0;
+  /// The stream to heads, not yet rotated: keys and values of `x`, queries of the rows of it in
+  /// `asking`.
+  virtual Flow<Heads> project(Trace& trace, at::Tensor x, at::Tensor asking) const = 0;
   /// `[batch, seq, width]` -> `[batch, seq, heads, head_dim]`.
   at::Tensor per_head(const at::Tensor& x) const;
 
@@ -94,7 +103,7 @@ class NormedAttention : public TextAttention {
   RmsNorm q_norm, k_norm;
 
  protected:
-  Flow<Heads> project(Trace& trace, at::Tensor x) const override;
+  Flow<Heads> project(Trace& trace, at::Tensor x, at::Tensor asking) const override;
 };
 
 /// down_proj(silu(gate_proj(x)) * up_proj(x)).
@@ -148,7 +157,7 @@ class TextLayer : public TextBlock {
     if (!trace.skip(*this, x)) {
       at::Tensor branch = co_await input_layernorm(trace, x);
       branch = co_await mixer(trace, std::move(branch), context);
-      x = x + branch;
+      x = context.going_on(x) + context.going_on(branch);
       branch = co_await post_attention_layernorm(trace, x);
       branch = co_await mlp(trace, std::move(branch));
       x = x + branch;

@@ -65,7 +65,7 @@ GatedRmsNorm::GatedRmsNorm(Module* parent, std::string name, std::int64_t width,
 Flow<at::Tensor> GatedRmsNorm::operator()(Trace& trace, at::Tensor x, at::Tensor gate) const {
   co_await trace.at(input, x, gate);
   if (!trace.skip(*this, x)) {
-    const at::Tensor normed = ops::composed_rms_norm(x, weight_, eps_);
+    const at::Tensor normed = ops::rms_norm(x, weight_, eps_, ops::NormForm::kPlain);
     x = (normed * at::silu(in_float(gate))).to(x.scalar_type());
   }
   co_await trace.at(output, x);

@@ -12,12 +12,13 @@ GatedAttention::GatedAttention(Module* parent, std::string name, const TextConfi
       q_norm(this, "q_norm", config.head_dim, config.rms_norm_eps),
       k_norm(this, "k_norm", config.head_dim, config.rms_norm_eps) {}
 
-Flow<TextAttention::Heads> GatedAttention::project(Trace& trace, at::Tensor x) const {
+Flow<TextAttention::Heads> GatedAttention::project(Trace& trace, at::Tensor x,
+                                                   at::Tensor asking) const {
   Heads heads;
   {
-    at::Tensor both = co_await q_proj(trace, x);
+    at::Tensor both = co_await q_proj(trace, asking);
     both = per_head(both).unflatten(2, {-1, 2});
-    heads.gate = both.select(3, 1).reshape({x.size(0), x.size(1), -1});
+    heads.gate = both.select(3, 1).reshape({asking.size(0), asking.size(1), -1});
     heads.q = both.select(3, 0);
   }
   heads.q = co_await q_norm(trace, std::move(heads.q));

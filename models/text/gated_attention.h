@@ -16,7 +16,7 @@ class GatedAttention : public TextAttention {
   ZeroCenteredRmsNorm q_norm, k_norm;
 
  protected:
-  Flow<Heads> project(Trace& trace, at::Tensor x) const override;
+  Flow<Heads> project(Trace& trace, at::Tensor x, at::Tensor asking) const override;
 };
 
 }  // namespace vlscope

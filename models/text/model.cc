@@ -108,6 +108,7 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
     move(context, x.device());
     // A block reads the stream in more than one place: an edit must be seen in all of them.
     if (std::exchange(replayed, false)) x = x.clone();
+    if (nobody_sees_the_rest(trace, k, in)) context.kept = 1;
     x = co_await (*layers[k])(trace, std::move(x), context);
     if (k < deepstack_outputs.size() && k < in.deepstack.size()) {
       at::Tensor level = moved(std::exchange(in.deepstack[k], {}), x.device());
@@ -127,6 +128,13 @@ Flow<at::Tensor> TextModel::operator()(Trace& trace, Input in) const {
 const Location& TextModel::end_of(std::size_t block, const Input& in) const {
   const bool adds = block < deepstack_outputs.size() && block < in.deepstack.size();
   return adds ? *deepstack_outputs[block] : layers[block]->output;
+}
+
+/// True in a last block behind which only the last position goes on, unless a reader stops before
+/// the model's end.
+bool TextModel::nobody_sees_the_rest(const Trace& trace, std::size_t block, const Input& in) const {
+  const bool adds = &end_of(block, in) != &layers[block]->output;
+  return in.last_alone && block + 1 == layers.size() && !adds && trace.passes(*parent());
 }
 
 }  // namespace vlscope

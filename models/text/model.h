@@ -49,6 +49,7 @@ class TextModel : public Module {
     KeyValueCache* cache = nullptr;  ///< Of a generation
     /// Holds the positions before those of a tail; the blocks look back at them and add nothing.
     std::shared_ptr<KeyValueCache> before = nullptr;
+    bool last_alone = false;  ///< Of what leaves the blocks, the last position alone will be used.
   };
   TextModel(Module* parent, std::string name, const TextConfig& config, const TextParts& parts,
             bool eager);
@@ -67,6 +68,7 @@ class TextModel : public Module {
   at::Tensor mask(const Input& in) const;
   at::Tensor padding(const Input& in) const;
   const Location& end_of(std::size_t block, const Input& in) const;
+  bool nobody_sees_the_rest(const Trace& trace, std::size_t block, const Input& in) const;
   bool eager_;
 };
 

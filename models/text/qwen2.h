@@ -13,7 +13,7 @@ class BiasedAttention : public TextAttention {
   BiasedAttention(Module* parent, std::string name, const TextConfig& config, bool eager);
 
  protected:
-  Flow<Heads> project(Trace& trace, at::Tensor x) const override;
+  Flow<Heads> project(Trace& trace, at::Tensor x, at::Tensor asking) const override;
 };
 
 inline constexpr TextParts kQwen2Text{build_block<TextLayer<BiasedAttention, TextMlp>>,

@@ -36,7 +36,7 @@ std::vector<at::Tensor*> pointers(std::vector<at::Tensor>& tensors) {
 
 PatchProjection::PatchProjection(Module* parent, std::string name, const VisionConfig& config,
                                  bool with_bias)
-    : Leaf(parent, std::move(name), kinds::conv3d) {
+    : Leaf(parent, std::move(name), kinds::conv3d), how_(config.patch_embedding) {
   declare("weight",
           {config.hidden_size, config.in_channels, config.temporal_patch_size, config.patch_size,
            config.patch_size},
@@ -45,7 +45,7 @@ PatchProjection::PatchProjection(Module* parent, std::string name, const VisionC
 }
 
 at::Tensor PatchProjection::apply(const at::Tensor& x) const {
-  if (x.is_cpu() && x.scalar_type() == at::kFloat) {
+  if (how_ == PatchEmbedding::kConvolution && x.is_cpu() && x.scalar_type() == at::kFloat) {
     return at::conv3d(x, weight_, bias_, /*stride=*/weight_.sizes().slice(2));
   }
   const at::Tensor rows = at::linear(x.flatten(1), weight_.flatten(1), bias_);

@@ -58,13 +58,15 @@ class PatchProjection : public Leaf {
  public:
   PatchProjection(Module* parent, std::string name, const VisionConfig& config, bool with_bias);
   /// `[patches, channels, frames, side, side]` -> `[patches, hidden, 1, 1, 1]`. In float32 on the
-  /// CPU by the convolution, whose bits are the reference's; elsewhere by the equal matrix product.
+  /// CPU by the convolution, whose bits are the reference's, unless PatchEmbedding says otherwise;
+  /// elsewhere by the equal matrix product.
   at::Tensor apply(const at::Tensor& x) const override;
   at::Tensor output_like(const at::Tensor& x) const override;
   const at::Tensor& weight() const { return weight_; }
   at::ScalarType dtype() const { return weight_.scalar_type(); }
 
  private:
+  PatchEmbedding how_;
   at::Tensor weight_, bias_;
 };
 

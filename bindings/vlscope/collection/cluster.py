@@ -53,6 +53,7 @@ class _Recipe:
             "device": model.device.type,
             "attn_implementation": model.attn_implementation,
             "weights": model.weights,
+            "patch_embedding": model.patch_embedding,
             "dispatch": False,
         }
         if not isinstance(model.processor, (Processor, type(None))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import operator
 import os
@@ -103,10 +104,24 @@ class Processor:
         config = config or {}
         #: Whether the model places a video in time by the seconds between its frames.
         self._counts_seconds = config.get("model_type") == "qwen2_5_vl"
-        self.image_token_id = self._special_id(self.image_token, config.get("image_token_id"))
-        self.video_token_id = self._special_id(self.video_token, config.get("video_token_id"))
-        self.vision_start_token_id = self._special_id(self.vision_start_token, config.get("vision_start_token_id"))
-        self.vision_end_token_id = self._special_id(self.vision_end_token, config.get("vision_end_token_id"))
+        self._config = config
+
+    @functools.cached_property
+    def image_token_id(self) -> int | None:
+        """Its id in the vocabulary, or in config.json for a folder without one; likewise the three below."""
+        return self._special_id(self.image_token, "image_token_id")
+
+    @functools.cached_property
+    def video_token_id(self) -> int | None:
+        return self._special_id(self.video_token, "video_token_id")
+
+    @functools.cached_property
+    def vision_start_token_id(self) -> int | None:
+        return self._special_id(self.vision_start_token, "vision_start_token_id")
+
+    @functools.cached_property
+    def vision_end_token_id(self) -> int | None:
+        return self._special_id(self.vision_end_token, "vision_end_token_id")
 
     @classmethod
     def from_folder(cls, folder: str | os.PathLike[str], **image_settings: Any) -> Processor:
@@ -521,9 +536,9 @@ class Processor:
     def _special_tokens(self) -> dict[str, str]:
         return {} if self.tokenizer is None else self.tokenizer.special_tokens_map
 
-    def _special_id(self, token: str, fallback: int | None) -> int | None:
-        found = None if self.tokenizer is None else self.tokenizer.convert_tokens_to_ids(token)
-        return fallback if found is None else found
+    def _special_id(self, token: str, name: str) -> int | None:
+        found: int | None = None if self.tokenizer is None else self.tokenizer.convert_tokens_to_ids(token)
+        return self._config.get(name) if found is None else found
 
     @staticmethod
     def _count(ids: Sequence[int], token_id: int | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,28 +55,41 @@ class Tokenizer:
     tensor([[ 785, 6722,  315, 9625]])
     """
 
-    def __init__(self, backend: Backend, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, read: Callable[[], Backend], config: Mapping[str, Any] | None = None) -> None:
+        """`read` gives the backend and is called when it is first needed: a vocabulary of the real size takes
+        longer than everything else that a load does. `config` is tokenizer_config.json."""
         config = config or {}
-        self.backend = backend
-        default = None if backend.token_to_id(_END_OF_TEXT) is None else _END_OF_TEXT
+        self._read = read
         self.bos_token = _token_text(config.get("bos_token"))
-        self.eos_token = _token_text(config.get("eos_token", default))
-        self.pad_token = _token_text(config.get("pad_token", default))
-        self.unk_token = _token_text(config.get("unk_token", default))
+        self.eos_token = self._named(config, "eos_token")
+        self.pad_token = self._named(config, "pad_token")
+        self.unk_token = self._named(config, "unk_token")
         self.padding_side = "left"
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer | None:
-        """Read tokenizer.json, else vocab.json and merges.txt; None where neither is there."""
-        config = read_json(folder / "tokenizer_config.json") or {}
-        if (path := folder / "tokenizer.json").is_file():
-            backend = _read_backend(path)
-        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            backend = _build_byte_level_bpe(folder)
-        else:
+        """Of tokenizer.json, else vocab.json and merges.txt; None where neither is there.
+
+        The vocabulary is read when it is first needed. What is damaged raises `ConfigError`: a file that was cut
+        short at once, any other damage then.
+        """
+        if (folder / "tokenizer.json").is_file():
+            _check_whole(folder / "tokenizer.json")
+        elif not ((folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()):
             return None
-        _add_missing_tokens(backend, config, folder)
-        return cls(backend, config)
+        config = read_json(folder / "tokenizer_config.json") or {}
+        return cls(functools.partial(_read_tokens, folder, config), config)
+
+    @functools.cached_property
+    def backend(self) -> Backend:
+        """The `tokenizers.Tokenizer` underneath."""
+        return self._read()
+
+    def _named(self, config: Mapping[str, Any], name: str) -> str | None:
+        """A special token by the config, which may say that there is none; by the vocabulary where it is silent."""
+        if name in config:
+            return _token_text(config[name])
+        return None if self.backend.token_to_id(_END_OF_TEXT) is None else _END_OF_TEXT
 
     @property
     def bos_token_id(self) -> int | None:
@@ -358,6 +371,23 @@ def _token_text(token: Any) -> str | None:
 def _plain(ids: Any) -> Any:
     """Ids as Python lists, whatever holds them."""
     return ids.tolist() if hasattr(ids, "tolist") else ids
+
+
+def _check_whole(path: Path) -> None:
+    """Refuse a file that is no JSON object from its first byte to its last."""
+    with path.open("rb") as file:
+        first = file.read(64).lstrip()[:1]
+        file.seek(max(0, path.stat().st_size - 64))
+        last = file.read().rstrip()[-1:]
+    if (first, last) != (b"{", b"}"):
+        raise ConfigError(f"{path} is not a whole tokenizer file: it begins with {first!r} and ends with {last!r}")
+
+
+def _read_tokens(folder: Path, config: Mapping[str, Any]) -> Backend:
+    path = folder / "tokenizer.json"
+    backend = _read_backend(path) if path.is_file() else _build_byte_level_bpe(folder)
+    _add_missing_tokens(backend, config, folder)
+    return backend
 
 
 def _read_backend(path: Path) -> Backend:
