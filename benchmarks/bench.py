@@ -23,9 +23,10 @@ import loading
 import memory
 import overhead
 import report
+import streaming
 import torch
 import traces
-from checkpoints import CACHE
+from checkpoints import CACHE, SHAPES
 from measure import Sizes
 
 #: One module a suite, with `run(sizes) -> list[Row]`, and `text(rows)` where its table is a special one.
@@ -36,6 +37,7 @@ SUITES: dict[str, ModuleType] = {
     "generation": generation,
     "loading": loading,
     "memory": memory,
+    "streaming": streaming,
 }
 #: The figures of the last run.
 LAST = CACHE / "last.json"
@@ -60,6 +62,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--long-reps", type=int, default=5, help="counted runs of what takes seconds")
     parser.add_argument("--quick", action="store_true", help="few runs, and of the models the tiny one")
     parser.add_argument("--full", action="store_true", help="the whole 2B shape in place of the cut one")
+    parser.add_argument("--shape", choices=SHAPES, help="another shape in place of the cut one, e.g. 8b-bf16")
     parser.add_argument("--threads", type=int, choices=(1, 2), help="by default 1 for the tiny model, else all cores")
     parser.add_argument("--no-peers", action="store_true", help="leave the other engines out")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
@@ -79,14 +82,22 @@ def sizes_of(arguments: argparse.Namespace) -> Sizes:
     peers, threads = not arguments.no_peers, arguments.threads
     if arguments.quick:
         return Sizes(min(arguments.reps, 20), 2, peers, threads, ("tiny",))
-    return Sizes(arguments.reps, arguments.long_reps, peers, threads, ("tiny", "2b" if arguments.full else "cut2b"))
+    shape = arguments.shape or ("2b" if arguments.full else "cut2b")
+    return Sizes(arguments.reps, arguments.long_reps, peers, threads, ("tiny", shape))
 
 
 def told(arguments: argparse.Namespace) -> list[str]:
     """What of the command the figures depend on."""
     flags = [f"--{name.replace('_', '-')}" for name in ("quick", "full", "no_peers") if getattr(arguments, name)]
     counts = [f"--reps {arguments.reps}", f"--long-reps {arguments.long_reps}"]
-    return [*arguments.suites, *counts, *flags, *([f"--threads {arguments.threads}"] if arguments.threads else [])]
+    shape = [f"--shape {arguments.shape}"] if arguments.shape else []
+    return [
+        *arguments.suites,
+        *counts,
+        *flags,
+        *shape,
+        *([f"--threads {arguments.threads}"] if arguments.threads else []),
+    ]
 
 
 def figures(arguments: argparse.Namespace) -> dict[str, Any]:

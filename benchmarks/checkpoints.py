@@ -3,8 +3,9 @@
     python benchmarks/checkpoints.py cut2b
 
 `cut2b` is Qwen3-VL-2B cut to 4 text and 6 vision blocks, in float32 (2.8 GB); `2b` is the whole shape
-(8.5 GB); `8b-bf16` is the 8B shape in bfloat16 (17.5 GB), which nothing makes unasked. All have a
-tokenizer of the real size (its merges are made up) and the built-in model's processor and template.
+(8.5 GB). `cut2b-bf16` and `2b-bf16` are the same in bfloat16 (1.4 GB, 4.3 GB), and `8b-bf16` is the 8B
+shape (17.5 GB), which nothing makes unasked. All have a tokenizer of the real size (its merges are made
+up) and the built-in model's processor and template. `tiny-bf16` is the built-in model in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path(os.environ.get("VLSCOPE_BENCH_CACHE", Path(__file__).resolve().parent / ".cache"))
@@ -28,7 +30,9 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 #: Name -> released config, what is cut (text blocks, vision blocks, taps of DeepStack), stored dtype.
 SHAPES: dict[str, tuple[str, tuple[int, int, list[int]] | None, torch.dtype]] = {
     "cut2b": ("qwen3-vl-2b-instruct", (4, 6, [1, 3, 5]), torch.float32),
+    "cut2b-bf16": ("qwen3-vl-2b-instruct", (4, 6, [1, 3, 5]), torch.bfloat16),
     "2b": ("qwen3-vl-2b-instruct", None, torch.float32),
+    "2b-bf16": ("qwen3-vl-2b-instruct", None, torch.bfloat16),
     "8b-bf16": ("qwen3-vl-8b-instruct", None, torch.bfloat16),
 }
 #: Tokens before the special ones, in the released tokenizers.
@@ -57,6 +61,9 @@ def folder(name: str) -> Path:
 
 
 def _write(name: str, where: Path) -> None:
+    if name == "tiny-bf16":
+        _write_tiny(where)
+        return
     released, cut, dtype = SHAPES[name]
     config = json.loads((CONFIGS / f"{released}.json").read_text(encoding="utf-8"))
     if cut is not None:
@@ -68,6 +75,12 @@ def _write(name: str, where: Path) -> None:
     (where / "config.json").write_text(json.dumps(config, indent=1))
     _write_processor(where)
     _write_weights(_shapes(where), dtype, where / "model.safetensors")
+
+
+def _write_tiny(where: Path) -> None:
+    shutil.copytree(DEMO, where, dirs_exist_ok=True)
+    stored = load_file(DEMO / "model.safetensors")
+    save_file({name: tensor.bfloat16() for name, tensor in stored.items()}, where / "model.safetensors")
 
 
 def _write_processor(where: Path) -> None:

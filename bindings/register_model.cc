@@ -169,9 +169,24 @@ py::list modules(const Model& model) {
   return entries;
 }
 
-at::Tensor parameter(const Model& model, int module, const std::string& name) {
+/// For each expert the matrices that it is stored as.
+py::tuple by_expert(const Parameter& parameter) {
+  const std::vector<at::Tensor>& parts = parameter.large->parts;
+  const std::size_t each = parameter.expert_parts.size();
+  py::tuple experts(parts.size() / each);
+  for (std::size_t expert = 0; expert < experts.size(); ++expert) {
+    const auto first = parts.begin() + static_cast<std::ptrdiff_t>(expert * each);
+    experts[expert] = py::tuple(py::cast(std::vector(first, first + each)));
+  }
+  return experts;
+}
+
+/// A tensor; of a model that streams experts which are stored one by one, a tuple of tuples.
+py::object parameter(const Model& model, int module, const std::string& name) {
   for (const Parameter& parameter : model.tree().modules().at(module)->parameters()) {
-    if (parameter.name == name) return *parameter.tensor;
+    if (parameter.name != name) continue;
+    if (parameter.large && !parameter.large->parts.empty()) return by_expert(parameter);
+    return py::cast(*parameter.tensor);
   }
   throw py::attribute_error(name);
 }
@@ -200,21 +215,18 @@ at::Device device_of(const Placement& placement, const std::string& name) {
   return device;
 }
 
-py::dict load(Model& model, const std::filesystem::path& folder,
-              std::optional<at::ScalarType> dtype, const Placement& placement, bool copy) {
+py::dict load(Model& model, const std::filesystem::path& folder, LoadOptions options,
+              const Placement& placement) {
   using namespace py::literals;
   LoadReport report;
   {
     const py::gil_scoped_release released;
-    LoadOptions options;
-    options.dtype = dtype;
     options.device_of = [&](const std::string& name) { return device_of(placement, name); };
-    options.copy = copy;
     report = model.load(Checkpoint::open(folder), options);
   }
   return py::dict("dtype"_a = dtype_text(report.dtype), "ignored"_a = report.ignored,
                   "unused"_a = report.unused, "converted"_a = report.converted,
-                  "tied"_a = report.tied);
+                  "streamed"_a = report.streamed, "tied"_a = report.tied);
 }
 
 /// Order of a site's location; None where the site is unavailable.
@@ -277,14 +289,30 @@ void register_model(py::module_& module) {
       py::arg("grid"), py::arg("merge"), py::arg("side"),
       "The place of each image token of a grid in the order of the windows.");
 
+  py::class_<LoadOptions>(module, "LoadOptions", "How weights are taken from a checkpoint.")
+      .def(py::init([](std::optional<at::ScalarType> dtype, bool copy, bool stream) {
+             LoadOptions options;
+             options.dtype = dtype;
+             options.copy = copy;
+             options.stream = stream;
+             return options;
+           }),
+           py::kw_only(), py::arg("dtype"), py::arg("copy"), py::arg("stream"));
+
   py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A module tree and its weights.")
       .def_static("build", &build, py::arg("config_json"), py::arg("where"), py::arg("attention"),
                   py::arg("patch_embedding"), py::arg("text_only"), py::arg("dtype") = std::nullopt)
-      .def("load", &load, py::arg("folder"), py::arg("dtype"), py::arg("placement"),
-           py::arg("copy"))
+      .def("load", &load, py::arg("folder"), py::arg("options"), py::arg("placement"))
       .def("to", &Model::to, py::arg("device"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("loaded", &Model::loaded)
       .def_property_readonly("dtype", &Model::dtype)
+      .def_property_readonly(
+          "widening",
+          [](const Model& self) {
+            const WeightStream::Held held = self.widening();
+            return std::make_pair(held.buffers, held.bytes);
+          },
+          "Of the buffers in which streamed weights are widened: their number, their bytes.")
       .def_property_readonly("device", [](const Model& self) { return self.device().str(); })
       .def("config", [](const Model& self) { return config_dict(self.config()); })
       .def("modules", &modules)

@@ -82,6 +82,7 @@ class Loader {
       : specs_(specs), checkpoint_(checkpoint), options_(options) {}
 
   LoadReport run() {
+    check_options();
     resolve_names();
     require_any_match();
     for (const WeightSpec& spec : specs_) check_one_form(spec);
@@ -90,7 +91,7 @@ class Loader {
     for (const WeightSpec& spec : specs_) check_presence(spec);
     for_each_stored(
         [this](const WeightSpec& spec, const Piece& piece) { check_shape(spec, piece); });
-    report_.dtype = options_.dtype ? *options_.dtype : stored_dtype();
+    report_.dtype = options_.dtype ? *options_.dtype : default_dtype();
     fill(make_tensors());
     return std::move(report_);
   }
@@ -99,6 +100,24 @@ class Loader {
   [[noreturn]] void fail(const std::string& stored, const std::string& reason) const {
     throw CheckpointError(
         fmt::format("{}: tensor \"{}\" {}", checkpoint_.file(stored).string(), stored, reason));
+  }
+
+  void check_options() const {
+    if (options_.dtype && !is_weight_dtype(*options_.dtype) && *options_.dtype != at::kDouble) {
+      throw InputError(fmt::format(
+          "dtype {} is not one that a model runs in: float32, bfloat16, float16 or float64",
+          dtype_text(*options_.dtype)));
+    }
+    if (!options_.stream) return;
+    if (options_.copy) {
+      throw InputError("weights are to be streamed and copied as well; give one of the two");
+    }
+    for (const WeightSpec& spec : specs_) {
+      if (device_of(spec).is_cpu()) continue;
+      throw InputError(fmt::format(
+          "weights are to be streamed, and {} to lie on {}; a model streams on the CPU alone",
+          spec.name, device_of(spec).str()));
+    }
   }
 
   /// The stored name of a weight, nullptr where none is.
@@ -240,6 +259,8 @@ class Loader {
          fmt::format("has shape [{}], the config asks for {}", fmt::join(shape, ", "), asked));
   }
 
+  at::ScalarType default_dtype() const { return options_.stream ? at::kFloat : stored_dtype(); }
+
   /// The dtype that holds most parameters; the widest of equals, of two equally wide the first
   /// in the list.
   at::ScalarType stored_dtype() const {
@@ -253,11 +274,15 @@ class Loader {
         [&](at::ScalarType a, at::ScalarType b) { return parameters[a] < parameters[b]; });
   }
 
+  bool streams(const WeightSpec& spec) const { return options_.stream && spec.large != nullptr; }
+
   /// The tensor over the mapped bytes; notes where it is not of the model's dtype.
-  at::Tensor mapped(const Piece& piece) {
+  at::Tensor mapped(const WeightSpec& spec, const Piece& piece) {
     const std::string& stored = *stored_name(piece.name);
     at::Tensor tensor = checkpoint_.tensor(stored);
-    if (tensor.scalar_type() != report_.dtype) report_.converted.push_back(stored);
+    if (tensor.scalar_type() != report_.dtype) {
+      (streams(spec) ? report_.streamed : report_.converted).push_back(stored);
+    }
     return tensor;
   }
 
@@ -275,12 +300,20 @@ class Loader {
     at::Tensor whole = at::empty(spec.shape, at::TensorOptions(device).dtype(report_.dtype));
     const std::vector<Piece> parts = expert_pieces(spec);
     at::Tensor rows = whole.view({static_cast<int64_t>(parts.size()), -1, spec.shape[2]});
-    for (std::size_t i = 0; i < parts.size(); ++i) upload(device)(mapped(parts[i]), rows[i]);
+    for (std::size_t i = 0; i < parts.size(); ++i) upload(device)(mapped(spec, parts[i]), rows[i]);
     return whole;
   }
 
+  /// The same experts, each as it is.
+  std::vector<at::Tensor> listed(const WeightSpec& spec) {
+    std::vector<at::Tensor> parts;
+    for (const Piece& piece : expert_pieces(spec)) parts.push_back(mapped(spec, piece));
+    return parts;
+  }
+
   at::Tensor whole(const WeightSpec& spec) {
-    const at::Tensor tensor = mapped({spec.name, spec.shape});
+    const at::Tensor tensor = mapped(spec, {spec.name, spec.shape});
+    if (streams(spec)) return is_exchanged(spec) ? tensor.transpose(1, 2) : tensor;
     const at::Device device = device_of(spec);
     if (!is_exchanged(spec)) {
       if (!device.is_cpu()) return upload(device)(tensor, report_.dtype);
@@ -292,25 +325,33 @@ class Loader {
     return in_place ? view : upload(device)(view, report_.dtype);
   }
 
-  std::unordered_map<std::string_view, at::Tensor> make_tensors() {
+  /// A weight: one tensor, or the parts of one.
+  struct Made {
+    at::Tensor whole = {};
+    std::vector<at::Tensor> parts = {};
+  };
+
+  std::unordered_map<std::string_view, Made> make_tensors() {
     // A weight needs a version counter, whatever mode the caller is in.
     const c10::InferenceMode off(false);
-    std::unordered_map<std::string_view, at::Tensor> tensors;
+    std::unordered_map<std::string_view, Made> made;
     for (const WeightSpec& spec : specs_) {
       if (is_split(spec)) {
-        tensors.emplace(spec.name, stacked(spec));
+        made.emplace(spec.name, streams(spec) ? Made{{}, listed(spec)} : Made{stacked(spec)});
       } else if (stored_name(spec.name) != nullptr) {
-        tensors.emplace(spec.name, whole(spec));
+        made.emplace(spec.name, Made{whole(spec)});
       }
     }
-    return tensors;
+    return made;
   }
 
-  void fill(const std::unordered_map<std::string_view, at::Tensor>& tensors) {
+  void fill(std::unordered_map<std::string_view, Made> made) {
     for (const WeightSpec& spec : specs_) {
-      const bool tied = tensors.count(spec.name) == 0;
+      const bool tied = made.count(spec.name) == 0;
       if (tied) report_.tied.push_back(spec.name);
-      *spec.slot = tensors.at(tied ? spec.tied_to : spec.name);
+      Made& weight = made.at(tied ? spec.tied_to : spec.name);
+      *spec.slot = weight.whole;
+      if (spec.large) spec.large->parts = std::move(weight.parts);
     }
   }
 
@@ -323,6 +364,12 @@ class Loader {
 };
 
 }  // namespace
+
+std::vector<std::string> expert_part_names(const WeightSpec& spec) {
+  std::vector<std::string> names;
+  for (Piece& piece : expert_pieces(spec)) names.push_back(std::move(piece.name));
+  return names;
+}
 
 WeightCount count_weights(const std::vector<WeightSpec>& specs) {
   WeightCount count;
@@ -346,11 +393,6 @@ std::string canonical_weight_name(std::string_view stored) {
 
 LoadReport load_weights(const std::vector<WeightSpec>& specs, const Checkpoint& checkpoint,
                         const LoadOptions& options) {
-  if (options.dtype && !is_weight_dtype(*options.dtype) && *options.dtype != at::kDouble) {
-    throw InputError(fmt::format(
-        "dtype {} is not one that a model runs in: float32, bfloat16, float16 or float64",
-        dtype_text(*options.dtype)));
-  }
   return Loader(specs, checkpoint, options).run();
 }
 

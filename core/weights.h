@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/checkpoint.h"
+#include "core/large_weight.h"
 
 namespace vlscope {
 
@@ -28,7 +29,12 @@ struct WeightSpec {
   /// expert by expert, "experts.3.gate_proj.weight" for "experts.gate_up_proj", in the parts that
   /// are named here and lie below each other in this order.
   std::vector<std::string> expert_parts = {};
+  /// Not nullptr for a weight that may stay as it is stored; `slot` is then its `stored`.
+  LargeWeight* large = nullptr;
 };
+
+/// The names of what load_weights puts into `large->parts` of experts that are stored one by one.
+std::vector<std::string> expert_part_names(const WeightSpec& spec);
 
 struct WeightCount {
   int64_t tensors = 0;
@@ -53,6 +59,9 @@ struct LoadOptions {
   /// Copies the weights into memory even where they could be used in place, for folders whose files
   /// may be overwritten or cut short while the model lives.
   bool copy = false;
+  /// Leaves large weights as they are stored, mapped, whatever `dtype` is, which by default is
+  /// float32. On the CPU only, and without `copy`.
+  bool stream = false;
   std::function<std::string(std::string_view)> rename = canonical_weight_name;
 };
 
@@ -64,8 +73,10 @@ struct LoadReport {
   std::vector<std::string> ignored;
   /// Stored for multi-token prediction (`mtp.*`), a draft of further tokens that no forward runs.
   std::vector<std::string> unused;
-  /// Stored in another dtype than the model's.
+  /// Stored in another dtype than the model's, and converted.
   std::vector<std::string> converted;
+  /// Stored in another dtype than the model's, and left so.
+  std::vector<std::string> streamed;
   /// Not stored; they share the tensor of the weight that they are tied to.
   std::vector<std::string> tied;
 };
@@ -73,14 +84,16 @@ struct LoadReport {
 /// Fills the slot of every spec from `checkpoint`, and accounts for every stored tensor. A weight
 /// that is stored in the wanted dtype is used in place on the CPU: no byte of it is read or copied,
 /// but for experts that are stored one by one, which are copied into one tensor. Experts with their
-/// axes exchanged are used in place through a transposed view.
+/// axes exchanged are used in place through a transposed view. With `options.stream`, so are large
+/// weights of any dtype, and experts that are stored one by one become a list.
 /// A stored weight always wins over a tie. No weight requires grad.
 ///
 /// Everything is checked, and every tensor made, before the first slot is written. Raises
 /// CheckpointError naming file and tensor: no stored name fits, two fit one weight, a weight is
 /// missing, has another shape, or a dtype other than F32, F16 and BF16, or the checkpoint holds the
 /// scales of a quantisation. Other tensors that do not belong to the model are reported as ignored.
-/// Raises InputError where `options.dtype` is not a dtype that the model can run in.
+/// Raises InputError where `options.dtype` is not a dtype that the model can run in, and where
+/// `options.stream` goes with a device or with `copy`.
 LoadReport load_weights(const std::vector<WeightSpec>& specs, const Checkpoint& checkpoint,
                         const LoadOptions& options = {});
 

@@ -80,9 +80,10 @@ void Module::declare(std::string name, std::vector<std::int64_t> shape, at::Tens
   parameters_.push_back({std::move(name), std::move(shape), &tensor});
 }
 
-void Module::declare_experts(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor,
-                             std::vector<std::string> parts) {
-  parameters_.push_back({std::move(name), std::move(shape), &tensor, std::move(parts)});
+void Module::declare(std::string name, std::vector<std::int64_t> shape, LargeWeight& weight,
+                     std::vector<std::string> expert_parts) {
+  parameters_.push_back(
+      {std::move(name), std::move(shape), &weight.stored, &weight, std::move(expert_parts)});
 }
 
 }  // namespace vlscope

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/large_weight.h"
 #include "hooks/values.h"
 
 namespace vlscope {
@@ -42,11 +43,12 @@ class Location {
 };
 
 /// A parameter of a module: its name there ("weight"), the shape that the config gives it, and the
-/// tensor that holds it. `expert_parts`: see WeightSpec.
+/// tensor that holds it. `large`: that tensor is one of these. `expert_parts`: see WeightSpec.
 struct Parameter {
   std::string name;
   std::vector<std::int64_t> shape;
   at::Tensor* tensor;
+  LargeWeight* large = nullptr;
   std::vector<std::string> expert_parts = {};
 };
 
@@ -88,9 +90,10 @@ class Module {
  protected:
   /// Declares a parameter: the one place where its name and shape are written.
   void declare(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor);
-  /// The same for a parameter `[experts, out, in]`, which a checkpoint may store in these parts.
-  void declare_experts(std::string name, std::vector<std::int64_t> shape, at::Tensor& tensor,
-                       std::vector<std::string> parts);
+  /// The same for a parameter that may stay as it is stored. One of `[experts, out, in]` may be
+  /// stored in `expert_parts`.
+  void declare(std::string name, std::vector<std::int64_t> shape, LargeWeight& weight,
+               std::vector<std::string> expert_parts = {});
 
  private:
   friend class Location;

@@ -1,7 +1,7 @@
 #include "models/layers.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/embedding.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
@@ -23,6 +23,11 @@ at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
   return weight.flatten().narrow(0, 0, 1).expand(shape);
 }
 
+at::Tensor shaped_like(const LargeWeight& weight, at::IntArrayRef shape) {
+  const at::TensorOptions options = weight.stored.options().dtype(weight.dtype());
+  return at::empty({1}, options).expand(shape);
+}
+
 Flow<at::Tensor> Leaf::operator()(Trace& trace, at::Tensor x) const {
   co_await trace.at(input, x);
   if (!trace.skip(*this, x)) x = apply(x);
@@ -37,12 +42,13 @@ Linear::Linear(Module* parent, std::string name, std::int64_t in, std::int64_t o
 }
 
 at::Tensor Linear::apply(const at::Tensor& x) const {
-  return bias_.defined() ? at::linear(x, weight_, bias_) : at::linear(x, weight_);
+  const at::Tensor weight = weight_.matrix(x);
+  return bias_.defined() ? at::linear(x, weight, bias_) : at::linear(x, weight);
 }
 
 at::Tensor Linear::output_like(const at::Tensor& x) const {
   auto shape = x.sizes().vec();
-  shape.back() = weight_.size(0);
+  shape.back() = weight_.stored.size(0);
   return shaped_like(weight_, shape);
 }
 
@@ -51,13 +57,11 @@ Embedding::Embedding(Module* parent, std::string name, std::int64_t rows, std::i
   declare("weight", {rows, width}, weight_);
 }
 
-at::Tensor Embedding::apply(const at::Tensor& indices) const {
-  return at::embedding(weight_, indices);
-}
+at::Tensor Embedding::apply(const at::Tensor& indices) const { return weight_.rows(indices); }
 
 at::Tensor Embedding::output_like(const at::Tensor& indices) const {
   auto shape = indices.sizes().vec();
-  shape.push_back(weight_.size(1));
+  shape.push_back(weight_.stored.size(1));
   return shaped_like(weight_, shape);
 }
 

@@ -13,6 +13,8 @@ at::Tensor in_float(const at::Tensor& x);
 /// A tensor of this shape without room for it: every element is the first of `weight`. Has its
 /// dtype and device.
 at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape);
+/// The same, in what the forward runs in.
+at::Tensor shaped_like(const LargeWeight& weight, at::IntArrayRef shape);
 
 /// A module of one tensor in, one tensor out, and nothing nameable in between.
 class Leaf : public Module {
@@ -33,7 +35,8 @@ class Linear : public Leaf {
   at::Tensor output_like(const at::Tensor& x) const override;
 
  private:
-  at::Tensor weight_, bias_;
+  LargeWeight weight_;
+  at::Tensor bias_;
 };
 
 /// Rows of a table `[rows, width]`.
@@ -42,10 +45,9 @@ class Embedding : public Leaf {
   Embedding(Module* parent, std::string name, std::int64_t rows, std::int64_t width);
   at::Tensor apply(const at::Tensor& indices) const override;
   at::Tensor output_like(const at::Tensor& indices) const override;
-  const at::Tensor& weight() const { return weight_; }
 
  private:
-  at::Tensor weight_;
+  LargeWeight weight_;
 };
 
 /// y = weight * (x / sqrt(mean(x^2) + eps)): statistics in float32, cast back before the weight.

@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <map>
 #include <unordered_map>
 #include <utility>
@@ -40,6 +41,40 @@ const std::map<std::string, Builder>& families() {
       {"qwen3_5", build_family<Qwen3_5>},  {"qwen3_5_moe", build_family<Qwen3_5Moe>},
   };
   return families;
+}
+
+struct Owned {
+  const Module* module;
+  const Parameter* parameter;
+};
+
+/// The large weights of a tree that has been numbered, in the order of the forward.
+std::vector<Owned> large_weights(const Tree& tree) {
+  std::vector<Owned> found;
+  for (const Module* module : tree.modules()) {
+    for (const Parameter& parameter : module->parameters()) {
+      if (parameter.large) found.push_back({module, &parameter});
+    }
+  }
+  std::stable_sort(found.begin(), found.end(), [](const Owned& a, const Owned& b) {
+    return a.module->input.order() < b.module->input.order();
+  });
+  return found;
+}
+
+/// Whether the forward reads all of a weight: not the rows of a table, nor the experts.
+bool is_read_ahead(const Module& module, const Parameter& parameter) {
+  return parameter.expert_parts.empty() && &module.kind() != &kinds::embedding;
+}
+
+/// The block that a module belongs to; of what stands outside of them, the module above it.
+const Module* block_of(const Module& module) {
+  for (const Module* above = &module; above; above = above->parent()) {
+    if (&above->kind() == &kinds::text_layer || &above->kind() == &kinds::vision_layer) {
+      return above;
+    }
+  }
+  return module.parent();
 }
 
 /// Each location of a tree, and the one in the same place of another tree of the same config.
@@ -83,13 +118,12 @@ std::shared_ptr<Model> Model::build(const Config& config, Attention attention, b
 }
 
 Model::Model(std::unique_ptr<CausalLM> root, Attention attention, const at::TensorOptions& weights)
-    : root_(std::move(root)), tree_(std::make_shared<Tree>(*root_)), attention_(attention) {
-  for (const Module* module : tree_->modules()) {
-    for (const Parameter& parameter : module->parameters()) {
-      *parameter.tensor = at::empty(parameter.shape, weights);
-      weights_.push_back(parameter.tensor);
-    }
-  }
+    : root_(std::move(root)),
+      tree_(std::make_shared<Tree>(*root_)),
+      attention_(attention),
+      dtype_(c10::typeMetaToScalarType(weights.dtype())) {
+  for (const WeightSpec& spec : this->weights()) *spec.slot = at::empty(spec.shape, weights);
+  list_weights();
 }
 
 Model Model::like(const Config& config, const at::TensorOptions& weights) const {
@@ -129,7 +163,7 @@ std::vector<WeightSpec> Model::weights() const {
       const bool tied = module == &root_->lm_head && config().tie_word_embeddings;
       specs.push_back({name, parameter.shape, parameter.tensor,
                        tied ? "model.language_model.embed_tokens.weight" : "",
-                       parameter.expert_parts});
+                       parameter.expert_parts, parameter.large});
     }
   }
   return specs;
@@ -138,11 +172,53 @@ std::vector<WeightSpec> Model::weights() const {
 LoadReport Model::load(const Checkpoint& checkpoint, const LoadOptions& options) {
   LoadReport report = load_weights(weights(), checkpoint, options);
   loaded_ = true;
+  dtype_ = report.dtype;
+  list_weights();
+  if (options.stream) stream_weights();
   note_weights();
   return report;
 }
 
+void Model::list_weights() {
+  weights_.clear();
+  names_.clear();
+  for (const WeightSpec& spec : weights()) {
+    if (spec.large == nullptr || spec.large->parts.empty()) {
+      weights_.push_back(spec.slot);
+      names_.push_back(spec.name);
+      continue;
+    }
+    for (at::Tensor& part : spec.large->parts) weights_.push_back(&part);
+    for (std::string& name : expert_part_names(spec)) names_.push_back(std::move(name));
+  }
+}
+
+void Model::stream_weights() {
+  std::vector<std::vector<at::Tensor>> blocks;
+  std::vector<LargeWeight*> all;
+  const Module* last = nullptr;
+  for (const auto& [module, parameter] : large_weights(*tree_)) {
+    all.push_back(parameter->large);
+    if (!is_read_ahead(*module, *parameter)) continue;
+    if (const Module* block = block_of(*module); std::exchange(last, block) != block) {
+      // The head is much, and not asked for before a reader of the logits has come to it.
+      if (module == &root_->lm_head) blocks.emplace_back();
+      parameter->large->block = static_cast<int>(blocks.size());
+      blocks.emplace_back();
+    }
+    blocks.back().push_back(parameter->large->stored);
+  }
+  stream_ = std::make_unique<WeightStream>(dtype_, std::move(blocks));
+  for (LargeWeight* weight : all) weight->stream = stream_.get();
+}
+
 void Model::to(at::Device device) {
+  if (stream_ && !device.is_cpu()) {
+    throw InputError(
+        fmt::format("the weights are streamed from their file and cannot move to {}; a model "
+                    "streams on the CPU alone. Load it without weights=\"stream\".",
+                    device.str()));
+  }
   const c10::InferenceMode off(false);  // A weight needs a version counter.
   Uploader upload(device);
   // A tied head and its embedding are one tensor, and stay one.
@@ -164,8 +240,6 @@ void Model::note_weights() {
 
 at::Device Model::device() const { return weights_.front()->device(); }
 
-at::ScalarType Model::dtype() const { return weights_.front()->scalar_type(); }
-
 void Model::note_weight_edits() {
   std::vector<std::size_t> edited;
   {
@@ -177,8 +251,7 @@ void Model::note_weight_edits() {
   }
   // Without the lock: whoever receives the message may wait for another (Python's).
   for (const std::size_t i : edited) {
-    log().warn("{} has been edited in place; this model uses it as edited from now on.",
-               weights()[i].name);
+    log().warn("{} has been edited in place; this model uses it as edited from now on.", names_[i]);
   }
 }
 
@@ -260,7 +333,7 @@ at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
 std::vector<ScannedValue> Model::scan(Inputs inputs) const {
   // Another tree, whose weights are shapes alone whatever this one holds. It needs no numbers: what
   // it visits is known here by its place.
-  const Model shadow = like(config(), at::device(at::kMeta).dtype(dtype()));
+  const Model shadow = like(config(), at::device(at::kMeta).dtype(dtype_));
   const auto own = counterparts(*shadow.tree_, *tree_);
   const ops::ShapeRules rules;
   std::vector<ScannedValue> values;

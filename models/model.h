@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/weight_stream.h"
 #include "core/weights.h"
 #include "models/causal_lm.h"
 
@@ -36,13 +37,17 @@ class Model : public std::enable_shared_from_this<Model> {
   LoadReport load(const Checkpoint& checkpoint, const LoadOptions& options);
   bool loaded() const { return loaded_; }
   /// Moves every weight to one device. No trace may be open.
+  /// @throws InputError if the model streams its weights and the device is not the CPU
   void to(at::Device device);
 
   const Config& config() const { return root_->config(); }
   const Tree& tree() const { return *tree_; }
   Attention attention() const { return attention_; }
   at::Device device() const;
-  at::ScalarType dtype() const;
+  /// What the forward runs in: that of the weights, but for large ones of a model that streams.
+  at::ScalarType dtype() const { return dtype_; }
+  /// The buffers in which a model that streams widens its weights; none in another.
+  WeightStream::Held widening() const { return stream_ ? stream_->held() : WeightStream::Held(); }
   /// Every weight that a checkpoint of this model holds.
   std::vector<WeightSpec> weights() const;
 
@@ -75,14 +80,21 @@ class Model : public std::enable_shared_from_this<Model> {
   void note_weight_edits();
   /// What the weights hold now is what they are to be compared with.
   void note_weights();
+  /// Lists the tensors that hold weights; of experts stored one by one, every part.
+  void list_weights();
+  /// From now on large weights are widened as they are used.
+  void stream_weights();
 
   std::unique_ptr<CausalLM> root_;
   std::shared_ptr<Tree> tree_;
   Attention attention_;
   bool text_only_ = false;
   bool loaded_ = false;
+  at::ScalarType dtype_;
+  std::unique_ptr<WeightStream> stream_;
   std::vector<at::Tensor*> weights_;
-  std::mutex edits_;  ///< Guards the line below.
+  std::vector<std::string> names_;  ///< Of these.
+  std::mutex edits_;                ///< Guards the line below.
   std::vector<std::int64_t>
       weight_versions_;  ///< Of each weight, when an edit was last looked for.
 };

@@ -51,7 +51,7 @@ Flow<TextModel::Input> VisionLanguageModel::embed(Trace& trace, Inputs& inputs) 
                         inputs.pixel_values_videos, inputs.image_grid_thw, inputs.video_grid_thw,
                         inputs.second_per_grid_ts);
   if (edited) inputs = checked(inputs, config());
-  const at::Device device = text.embed_tokens.weight().device();
+  const at::Device device = text.embed_tokens.device();
   VisualTokens visual = visual_tokens(inputs, config());
   co_await trace.at(model.visual->image_token_mask, visual.images, visual.videos, visual.mask);
 

@@ -28,6 +28,8 @@ from .tree import CausalLM, ModuleList, Record, plant
 __all__ = ["StandardizedTransformer", "load", "weight_counts"]
 
 _TASKS = ("image-text-to-text", "text-generation")
+_WEIGHTS = ("resident", "stream")
+_STREAMS_ON_CPU = 'weights="stream" runs on the CPU alone'
 _TENSORS = frozenset(
     (
         "input_ids",
@@ -153,6 +155,9 @@ class StandardizedTransformer(CausalLM):
         task: "image-text-to-text", or "text-generation" for a load without a processor, where every
             vision value is `Unavailable`.
         dtype: what the weights are converted to; by default they stay as stored, used in place.
+        weights: "resident", or "stream" for a model that is larger than memory: large weights stay as
+            stored, mapped, and each is converted to `dtype`, by default float32, when it is used. The bits are
+            those of a load with this `dtype`. On the CPU alone.
         device: where the weights live and the forward runs.
         device_map: for several devices, in place of `device`: "auto" divides the blocks by free memory,
             a mapping says where each part lives; see `placement.placed`.
@@ -189,6 +194,7 @@ class StandardizedTransformer(CausalLM):
         "processor",
         "repo_id",
         "task",
+        "weights",
     )
 
     def __init__(
@@ -205,6 +211,7 @@ class StandardizedTransformer(CausalLM):
         dispatch: bool = True,
         processor: Any = None,
         copy: bool = False,
+        weights: str = "resident",
         revision: str | None = None,
         **unknown: Any,
     ) -> None:
@@ -213,12 +220,19 @@ class StandardizedTransformer(CausalLM):
             raise TypeError(f"loading takes no argument {name!r}{reason}")
         if task not in _TASKS:
             raise ValueError(f"task is {task!r}; give {' or '.join(map(repr, _TASKS))}")
+        if weights not in _WEIGHTS:
+            raise InputError(f"weights is {weights!r}; give {' or '.join(map(repr, _WEIGHTS))}")
+        if weights == "stream" and copy:
+            raise InputError('weights="stream" leaves the weights in their files, and copy=True is given as well')
+        if weights == "stream" and device_map is not None:
+            raise InputError(f"{_STREAMS_ON_CPU}, and device_map is given as well")
         folder = _find(path_or_id, revision)
         text, where = _read_config(folder)
-        self._dtype = _check_dtype(dtype or torch_dtype)
+        self._dtype = _check_dtype(dtype or torch_dtype) or (torch.float32 if weights == "stream" else None)
         text_only = task == "text-generation"
         core = _core.Model.build(text, str(where), attn_implementation, patch_embedding, text_only, self._dtype)
         self._folder, self._core = folder, core
+        self.weights = weights
         self._parts = [] if device_map is None else parts_of(core, self._dtype)
         self._placement = self._devices(device, device_map)
         self._copy = copy
@@ -244,10 +258,16 @@ class StandardizedTransformer(CausalLM):
         self, device: str | torch.device | None, device_map: str | Mapping[str, str | torch.device] | None
     ) -> dict[str, torch.device]:
         if device_map is None:
-            return {"": check_device(device or "cpu")}
+            return {"": self._checked_device(device or "cpu")}
         if device is not None:
             raise InputError(f"device is {str(device)!r} and device_map is given as well: give one of the two")
         return placed(self._parts, device_map)
+
+    def _checked_device(self, device: str | torch.device) -> torch.device:
+        known = check_device(device)
+        if self.weights == "stream" and known.type != "cpu":
+            raise InputError(f'{_STREAMS_ON_CPU}, and the device is "{known}"')
+        return known
 
     def _weight_places(self) -> dict[str, torch.device]:
         """The device of every weight, by the beginning of its name."""
@@ -295,7 +315,7 @@ class StandardizedTransformer(CausalLM):
 
     def to(self, device: str | torch.device) -> StandardizedTransformer:
         """Move the weights to one device, and return this model. Close its traces before."""
-        known = check_device(device)
+        known = self._checked_device(device)
         with self._lock:
             if self._dispatched:
                 self._core.to(known)
@@ -314,7 +334,8 @@ class StandardizedTransformer(CausalLM):
         with self._lock:
             if self._dispatched:
                 return
-            report = self._core.load(self._folder, self._dtype, self._weight_places(), self._copy)
+            options = _core.LoadOptions(dtype=self._dtype, copy=self._copy, stream=self.weights == "stream")
+            report = self._core.load(self._folder, options, self._weight_places())
             self._dispatched = True
         if report["unused"]:
             logging.getLogger("vlscope").info(

@@ -41,13 +41,14 @@ std::vector<std::int64_t> count(const at::Tensor& sorted, std::int64_t experts,
 
 /// y = x W_e^T for the rows of each expert e. An expert without rows is not touched: its weights
 /// stay on disk.
-at::Tensor linear_by_expert(const at::Tensor& x, const at::Tensor& weights,
+at::Tensor linear_by_expert(const at::Tensor& x, const LargeWeight& weights,
                             const std::vector<std::int64_t>& rows) {
   std::vector<at::Tensor> results;
+  const auto experts = static_cast<std::int64_t>(rows.size());
   std::int64_t begin = 0;
-  for (std::size_t e = 0; e < rows.size(); ++e) {
+  for (std::int64_t e = 0; e < experts; ++e) {
     if (rows[e] == 0) continue;
-    at::Tensor weight = weights.select(0, static_cast<std::int64_t>(e));
+    at::Tensor weight = weights.expert(e, experts, x);
     // The last bits of a float32 product depend on the order of the axes in memory. The reference
     // has the rows one after the other, whatever the file has.
     if (weight.scalar_type() == at::kFloat) weight = weight.contiguous();
@@ -85,9 +86,9 @@ Experts::Experts(Module* parent, std::string name, const TextConfig& config,
       act_fn(this, "act_fn", config.hidden_act),
       num_experts_(mixture.num_experts) {
   const std::int64_t width = config.hidden_size, inner = mixture.intermediate_size;
-  declare_experts("gate_up_proj", {num_experts_, 2 * inner, width}, gate_up_proj_,
-                  {"gate_proj.weight", "up_proj.weight"});
-  declare_experts("down_proj", {num_experts_, width, inner}, down_proj_, {"down_proj.weight"});
+  declare("gate_up_proj", {num_experts_, 2 * inner, width}, gate_up_proj_,
+          {"gate_proj.weight", "up_proj.weight"});
+  declare("down_proj", {num_experts_, width, inner}, down_proj_, {"down_proj.weight"});
 }
 
 Flow<at::Tensor> Experts::operator()(Trace& trace, at::Tensor x, Routing routing) const {

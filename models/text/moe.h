@@ -47,7 +47,7 @@ class Experts : public Module {
   Flow<at::Tensor> slots(Trace& trace, at::Tensor x, Routing routing) const;
 
   std::int64_t num_experts_;
-  at::Tensor gate_up_proj_, down_proj_;
+  LargeWeight gate_up_proj_, down_proj_;
 };
 
 /// routed = experts(x, gate(x)).

@@ -337,6 +337,77 @@ TEST(LoadExperts, AreUsedInPlaceWithTheirAxesExchanged) {
   EXPECT_EQ(floats(converted.up), numbers(0, 24));
 }
 
+// --- Streaming -----------------------------------------------------------------------------------
+
+/// The same numbers, which must be ones of bfloat16.
+FileTensor as_bf16(FileTensor tensor) {
+  std::string bytes;
+  for (std::size_t i = 2; i < tensor.bytes.size(); i += 4) bytes += tensor.bytes.substr(i, 2);
+  return {tensor.name, "BF16", tensor.shape, bytes};
+}
+
+LoadOptions streaming() {
+  LoadOptions options;
+  options.stream = true;
+  return options;
+}
+
+/// The toy, whose embedding and head are large.
+struct Streamed : Toy {
+  Streamed() : Toy(true) {
+    specs[0] = {kEmbed, {2, 2}, &table.stored, "", {}, &table};
+    specs[3] = {kHead, {2, 2}, &projection.stored, kEmbed, {}, &projection};
+  }
+  LargeWeight table, projection;
+};
+
+TEST(LoadStream, LeavesLargeWeightsAsStoredAndConvertsTheRestToFloat32) {
+  auto tensors = stored_without(kHead);
+  for (FileTensor& tensor : tensors) tensor = as_bf16(tensor);
+  Streamed toy;
+  const LoadReport report = toy.load(tensors, streaming());
+  EXPECT_EQ(report.dtype, at::kFloat);
+  EXPECT_THAT(report.streamed, ElementsAre(tensors[0].name));
+  EXPECT_THAT(report.converted, ElementsAre(tensors[1].name, tensors[2].name));
+  EXPECT_EQ(toy.table.stored.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(toy.projection.stored.is_same(toy.table.stored));
+  EXPECT_THAT(floats(toy.table.stored), ElementsAre(1, 2, 3, 4));
+  EXPECT_EQ(toy.norm.scalar_type(), at::kFloat);
+  EXPECT_THAT(floats(toy.norm), ElementsAre(5, 6));
+}
+
+TEST(LoadStream, ListsExpertsThatAreStoredOneByOne) {
+  Mixture mixture;
+  LargeWeight weight;
+  mixture.specs[0].slot = &weight.stored;
+  mixture.specs[0].large = &weight;
+  auto parts = expert_by_expert();
+  for (FileTensor& part : parts) part = as_bf16(part);
+  EXPECT_EQ(mixture.load(parts, streaming()).streamed.size(), 4);
+  EXPECT_FALSE(weight.stored.defined());
+  ASSERT_EQ(weight.parts.size(), 4);
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(floats(weight.parts[i]), numbers(6 * i, 6));
+  EXPECT_EQ(expert_part_names(mixture.specs[0])[2],
+            "model.language_model.layers.0.mlp.experts.1.gate_proj.weight");
+
+  mixture.load({as_bf16(with_axes_exchanged())}, streaming());
+  EXPECT_TRUE(weight.parts.empty());
+  EXPECT_EQ(weight.stored.strides(), at::IntArrayRef({12, 1, 4}));
+  EXPECT_EQ(floats(weight.stored), numbers(0, 24));
+}
+
+TEST(LoadStream, IsRefusedWithACopyAndOnADevice) {
+  LoadOptions copied = streaming(), moved = streaming(), placed = streaming();
+  copied.copy = true;
+  moved.device = at::kMeta;
+  placed.device_of = [](const std::string& name) { return name == kHead ? at::kMeta : at::kCPU; };
+  for (const LoadOptions& options : {copied, moved, placed}) {
+    Streamed toy;
+    EXPECT_THROW(toy.load(stored(), options), InputError);
+    EXPECT_FALSE(toy.norm.defined());
+  }
+}
+
 TEST(LoadExperts, AreTakenAsTheyAreWhereTheShapeDoesNotTell) {
   at::Tensor square;
   const TempFolder folder;

@@ -52,6 +52,7 @@ class _Recipe:
             "dtype": model.dtype,
             "device": model.device.type,
             "attn_implementation": model.attn_implementation,
+            "weights": model.weights,
             "patch_embedding": model.patch_embedding,
             "dispatch": False,
         }

@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from . import common
+
 _MERGE = "merge"
 
 
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--shards", type=int, metavar="N", help="of --backend ray: how many")
     how.add_argument("--device", default="cpu", help='"cpu" (the default) or "cuda"')
     how.add_argument("--model-dtype", metavar="DTYPE", help="convert the weights, e.g. float32; as stored by default")
+    common.add_weights(how)
     how.add_argument(
         "--attention", choices=("sdpa", "eager"), default="sdpa", help="attention implementation (default: sdpa)"
     )
@@ -92,6 +95,7 @@ def _collect(arguments: argparse.Namespace) -> None:
         dtype=arguments.model_dtype,
         device=arguments.device,
         attn_implementation=arguments.attention,
+        weights=arguments.weights,
         dispatch=False,
     )
     found = collect(

@@ -24,6 +24,16 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", metavar="DTYPE", help="convert the weights, e.g. float32; as stored by default")
     group.add_argument("--device", default="cpu", help='"cpu" (the default) or "cuda"')
     add_attention(group)
+    add_weights(group)
+
+
+def add_weights(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--weights",
+        choices=("resident", "stream"),
+        default="resident",
+        help="stream: large weights stay in their file and are widened as they are used, in float32 by default",
+    )
 
 
 def add_attention(parser: argparse._ActionsContainer) -> None:
@@ -41,6 +51,7 @@ def load(arguments: argparse.Namespace) -> StandardizedTransformer:
         dtype=arguments.dtype,
         device=arguments.device,
         attn_implementation=arguments.attention,
+        weights=arguments.weights,
         dispatch=False,
     )
 

@@ -21,6 +21,7 @@ from . import common
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_attention(parser)
+    common.add_weights(parser)
     parser.add_argument("--without-parity", action="store_true", help="check the identities only")
 
 
@@ -28,7 +29,11 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import verify
 
     report = verify.run(
-        arguments.model, attention=arguments.attention, parity=not arguments.without_parity, progress=True
+        arguments.model,
+        attention=arguments.attention,
+        weights=arguments.weights,
+        parity=not arguments.without_parity,
+        progress=True,
     )
     print(report)
     return 0 if report.ok else 1

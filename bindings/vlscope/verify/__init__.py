@@ -107,7 +107,12 @@ class Report:
 
 
 def run(
-    model: str | os.PathLike[str], *, attention: str = "sdpa", parity: bool = True, progress: bool = False
+    model: str | os.PathLike[str],
+    *,
+    attention: str = "sdpa",
+    weights: str = "resident",
+    parity: bool = True,
+    progress: bool = False,
 ) -> Report:
     """Check the identities and the parity of a checkpoint.
 
@@ -117,6 +122,7 @@ def run(
     Args:
         model: a checkpoint folder, a hub id, or "demo".
         attention: "sdpa" or "eager".
+        weights: "resident" or "stream", as in `vlscope.load`.
         parity: False leaves transformers out.
         progress: shows a bar on a terminal.
 
@@ -128,7 +134,7 @@ def run(
     given = prompts.of(shell.config)
     with _one_thread(), tqdm(total=len(ALL) + 2 * len(prompts.CASES), disable=None if progress else True) as bar:
         runs, report.note = _reference_runs(shell, given, bar) if parity else ({}, "parity was not asked for")
-        ours = load(model, attn_implementation=attention, dtype=torch.float32)
+        ours = load(model, attn_implementation=attention, dtype=torch.float32, weights=weights)
         _compare(report, ours, given, runs, bar)
         for identity in ALL:
             bar.set_description(identity.suite)

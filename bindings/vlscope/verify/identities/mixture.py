@@ -25,14 +25,20 @@ def _given(prompts: Prompts) -> tuple[Inputs, ...]:
     return prompts.text, prompts.padded_mixed, prompts.images_and_videos
 
 
+def _expert(weights: Any, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """The matrix of one expert, in the dtype of `x`; a model that streams may have it in parts."""
+    matrix = weights[expert]
+    return (torch.cat(matrix) if isinstance(matrix, tuple) else matrix).to(x.dtype)
+
+
 def _by_hand(mlp: Any, x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """What the experts at `indices` make of each token: [batch, seq, top_k, hidden]."""
     slots = torch.empty(*indices.shape, x.shape[-1])
     for expert in set(indices.flatten().tolist()):
         batch, token, slot = (indices == expert).nonzero(as_tuple=True)
         rows = x[batch, token]
-        gate, up = (rows @ mlp.experts.gate_up_proj[expert].T).chunk(2, -1)
-        slots[batch, token, slot] = (torch.nn.functional.silu(gate) * up) @ mlp.experts.down_proj[expert].T
+        gate, up = (rows @ _expert(mlp.experts.gate_up_proj, expert, x).T).chunk(2, -1)
+        slots[batch, token, slot] = (torch.nn.functional.silu(gate) * up) @ _expert(mlp.experts.down_proj, expert, x).T
     return slots
 
 

@@ -124,7 +124,7 @@ def the_stream_of_patches_is_the_native_one_under_a_leading_axis(model: Model, p
 @identity(lambda model: hasattr(model.vision, "pos_embed"))
 def the_first_block_reads_patches_and_the_resampled_table(model: Model, prompts: Prompts) -> None:
     patches, entering = values(model, prompts.one_image, "vision.patch_embeddings", "vision.layers.0.input")
-    table = model.vision.pos_embed.weight
+    table = model.vision.pos_embed.weight.to(model.dtype)  # as stored, in a model that streams
     side = int(len(table) ** 0.5)
     _, height, width = prompts.one_image["image_grid_thw"][0].tolist()
     grid = torch.nn.functional.interpolate(
@@ -239,7 +239,8 @@ def heads_of_the_tower_projected_are_its_attention_output(model: Model, prompts:
     at = f"{_last(model)}.self_attn"
     heads, output = values(model, prompts.two_images, f"{at}.attention_head_outputs", f"{at}.attention_output")
     proj = model.vision.layers[-1].self_attn.proj
-    close(output, torch.nn.functional.linear(heads.flatten(2), proj.weight, proj.bias), f"{at}.attention_output")
+    weight = proj.weight.to(model.dtype)
+    close(output, torch.nn.functional.linear(heads.flatten(2), weight, proj.bias), f"{at}.attention_output")
 
 
 @identity()
