@@ -33,6 +33,7 @@ class Model : public std::enable_shared_from_this<Model> {
   LoadReport load(const Checkpoint& checkpoint, const LoadOptions& options);
   bool loaded() const { return loaded_; }
   /// Moves every weight to one device. No trace may be open.
+  /// @throws CheckpointError as `trace` does
   void to(at::Device device);
 
   const Config& config() const { return root_->config(); }
@@ -46,6 +47,7 @@ class Model : public std::enable_shared_from_this<Model> {
   /// Opens a trace; nothing is computed yet. Once it runs, it logs the weights that were edited
   /// since the last one ran.
   /// @throws InputError if the inputs do not fit, before any compute
+  /// @throws CheckpointError if a file that weights are mapped from was written to since `load`
   std::unique_ptr<Trace> trace(Inputs inputs);
   /// The first step of a generation, for `trace`; see generation_prompt. Its last positions' logits
   /// give the tokens for `following`.
@@ -72,6 +74,7 @@ class Model : public std::enable_shared_from_this<Model> {
   void note_weight_edits();
   /// What the weights hold now is what they are to be compared with.
   void note_weights();
+  void require_unchanged_files() const;
 
   std::unique_ptr<CausalLM> root_;
   std::shared_ptr<Tree> tree_;
@@ -79,7 +82,8 @@ class Model : public std::enable_shared_from_this<Model> {
   bool text_only_ = false;
   bool loaded_ = false;
   std::vector<at::Tensor*> weights_;
-  std::mutex edits_;  ///< Guards the line below.
+  std::vector<std::shared_ptr<const MappedFile>> mapped_;  ///< Each holds a weight.
+  std::mutex edits_;                                       ///< Guards the line below.
   std::vector<std::int64_t>
       weight_versions_;  ///< Of each weight, when an edit was last looked for.
 };
