@@ -104,6 +104,7 @@ void Checkpoint::open_sharded(const fs::path& index) {
 std::size_t Checkpoint::add_file(const fs::path& path) {
   const auto shard = std::make_shared<const Shard>(Shard{path, MappedFile::open(path)});
   std::vector<TensorInfo> tensors = parse_safetensors(shard->mapping->text(), path.string());
+  files_.push_back(shard->mapping);
   for (TensorInfo& tensor : tensors) {
     std::string name = tensor.name;
     const auto [place, added] = stored_.try_emplace(name, Stored{std::move(tensor), shard});

@@ -38,6 +38,9 @@ class Checkpoint {
   /// Raises CheckpointError where `name` is not stored; so do the two below.
   const TensorInfo& info(const std::string& name) const;
 
+  /// The files that are mapped; they live as long as a tensor over them, or whoever holds them.
+  const std::vector<std::shared_ptr<const MappedFile>>& files() const { return files_; }
+
   /// The file that holds `name`.
   const std::filesystem::path& file(const std::string& name) const;
 
@@ -66,6 +69,7 @@ class Checkpoint {
   const Stored& find(const std::string& name) const;
 
   std::filesystem::path folder_;
+  std::vector<std::shared_ptr<const MappedFile>> files_;
   std::vector<std::string> names_;
   std::unordered_map<std::string, Stored> stored_;
 };

@@ -92,7 +92,10 @@ class Loader {
     for_each_stored(
         [this](const WeightSpec& spec, const Piece& piece) { check_shape(spec, piece); });
     report_.dtype = options_.dtype ? *options_.dtype : default_dtype();
-    fill(make_tensors());
+    auto tensors = make_tensors();
+    // What was converted or copied was read over some time.
+    for (const auto& file : checkpoint_.files()) file->require_unchanged();
+    fill(std::move(tensors));
     return std::move(report_);
   }
 

@@ -92,6 +92,7 @@ struct LoadReport {
 /// CheckpointError naming file and tensor: no stored name fits, two fit one weight, a weight is
 /// missing, has another shape, or a dtype other than F32, F16 and BF16, or the checkpoint holds the
 /// scales of a quantisation. Other tensors that do not belong to the model are reported as ignored.
+/// So does a file that was written to since `checkpoint` was opened.
 /// Raises InputError where `options.dtype` is not a dtype that the model can run in, and where
 /// `options.stream` goes with a device or with `copy`.
 LoadReport load_weights(const std::vector<WeightSpec>& specs, const Checkpoint& checkpoint,

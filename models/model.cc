@@ -173,6 +173,7 @@ LoadReport Model::load(const Checkpoint& checkpoint, const LoadOptions& options)
   LoadReport report = load_weights(weights(), checkpoint, options);
   loaded_ = true;
   dtype_ = report.dtype;
+  mapped_ = checkpoint.files();
   list_weights();
   if (options.stream) stream_weights();
   note_weights();
@@ -219,6 +220,7 @@ void Model::to(at::Device device) {
                     "streams on the CPU alone. Load it without weights=\"stream\".",
                     device.str()));
   }
+  require_unchanged_files();
   const c10::InferenceMode off(false);  // A weight needs a version counter.
   Uploader upload(device);
   // A tied head and its embedding are one tensor, and stay one.
@@ -236,6 +238,15 @@ void Model::to(at::Device device) {
 void Model::note_weights() {
   weight_versions_.clear();
   for (const at::Tensor* weight : weights_) weight_versions_.push_back(weight->_version());
+  std::erase_if(mapped_, [&](const auto& file) {
+    return std::none_of(weights_.begin(), weights_.end(), [&](const at::Tensor* weight) {
+      return weight->is_cpu() && file->holds(weight->const_data_ptr());
+    });
+  });
+}
+
+void Model::require_unchanged_files() const {
+  for (const auto& file : mapped_) file->require_unchanged();
 }
 
 at::Device Model::device() const { return weights_.front()->device(); }
@@ -257,6 +268,7 @@ void Model::note_weight_edits() {
 
 std::unique_ptr<Trace> Model::trace(Inputs inputs) {
   if (!loaded_) throw Error("the model has no weights yet: load them before tracing.");
+  require_unchanged_files();
   Trace::Options options;
   options.later_step = inputs.cache && inputs.past() > 0;
   options.images = inputs.pixel_values.defined();
@@ -327,6 +339,7 @@ at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
     throw InputError(
         fmt::format("project_on_vocab takes [..., {}]; got {}.", width, shape_text(hidden)));
   }
+  require_unchanged_files();
   return root_->project_on_vocab(hidden);
 }
 

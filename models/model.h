@@ -38,6 +38,7 @@ class Model : public std::enable_shared_from_this<Model> {
   bool loaded() const { return loaded_; }
   /// Moves every weight to one device. No trace may be open.
   /// @throws InputError if the model streams its weights and the device is not the CPU
+  /// @throws CheckpointError as `trace` does
   void to(at::Device device);
 
   const Config& config() const { return root_->config(); }
@@ -54,6 +55,7 @@ class Model : public std::enable_shared_from_this<Model> {
   /// Opens a trace; nothing is computed yet. Once it runs, it logs the weights that were edited
   /// since the last one ran.
   /// @throws InputError if the inputs do not fit, before any compute
+  /// @throws CheckpointError if a file that weights are mapped from was written to since `load`
   std::unique_ptr<Trace> trace(Inputs inputs);
   /// The first step of a generation, for `trace`; see generation_prompt. Its last positions' logits
   /// give the tokens for `following`.
@@ -84,6 +86,7 @@ class Model : public std::enable_shared_from_this<Model> {
   void list_weights();
   /// From now on large weights are widened as they are used.
   void stream_weights();
+  void require_unchanged_files() const;
 
   std::unique_ptr<CausalLM> root_;
   std::shared_ptr<Tree> tree_;
@@ -93,8 +96,9 @@ class Model : public std::enable_shared_from_this<Model> {
   at::ScalarType dtype_;
   std::unique_ptr<WeightStream> stream_;
   std::vector<at::Tensor*> weights_;
-  std::vector<std::string> names_;  ///< Of these.
-  std::mutex edits_;                ///< Guards the line below.
+  std::vector<std::string> names_;                         ///< Of these.
+  std::vector<std::shared_ptr<const MappedFile>> mapped_;  ///< Each holds a weight.
+  std::mutex edits_;                                       ///< Guards the line below.
   std::vector<std::int64_t>
       weight_versions_;  ///< Of each weight, when an edit was last looked for.
 };

@@ -20,9 +20,13 @@ def test_bt_01_padded_rows_are_the_rows_alone_on_either_side(model, side):
     mask = [0] * 5 + [1] * 4 if side == "left" else [1] * 4 + [0] * 5
     batch = {"input_ids": torch.tensor([row, LONG]), "attention_mask": torch.tensor([mask, [1] * 9])}
     with model.trace(**batch):
+        _, kwargs = model.model.language_model.inputs
+        positions = kwargs["position_ids"]
         stream, logits = model.layers[2].layer_output.save(), model.logits.save()
     for index, ids in enumerate((SHORT, LONG)):
         kept = batch["attention_mask"][index].bool()
+        # A shift of all positions would show nowhere else: the rotation tells only how far apart two tokens are.
+        assert positions[:, index, kept].tolist() == [list(range(len(ids)))] * 3
         with model.trace(torch.tensor([ids])):
             close(stream[index, kept], model.layers[2].layer_output[0])
             close(logits[index, kept], model.logits[0])
@@ -37,20 +41,39 @@ def test_bt_01_generation_of_prompts_padded_on_the_right_is_refused(model):
         pass
 
 
-def test_bt_02_rows_of_any_number_of_images_are_the_rows_alone_and_wrong_numbers_are_refused_by_row(model):
-    small, large = (vlscope.demo.picture(color, size=size) for color, size in (("red", (64, 64)), ("blue", (96, 64))))
-    prompts = ["none", "one", "two", "still none", "last"]
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    """A small one and a large one."""
+    return [vlscope.demo.picture(color, size=size) for color, size in (("red", (64, 64)), ("blue", (96, 64)))]
+
+
+def test_bt_02_rows_of_any_number_of_images_are_the_rows_alone(model, pictures):
+    small, large = pictures
     images = [[], [small], [large, small], [], [large]]
-    together = model(prompts, images=images).logits
-    for index, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
-        alone = model(prompt, images=own).logits if own else model(prompt).logits
-        if own:
-            close(together[index, -alone.shape[1] :], alone[0])
-    with pytest.raises(vlscope.InputError, match="(?i)(prompt|row|image)"):
-        model(prompts, images=[small, large, small, large])
-    place = "<|vision_start|><|image_pad|><|vision_end|>"
-    with pytest.raises(vlscope.InputError, match="(?i)prompt 0|row 0"):
-        model([place + "a", place + place + "b"], images=[[small, large], [small]])
+    worded = ["none", "one", "two", "still none", "last"]
+    placed = ["none", f"{PLACE}one", f"{PLACE}two{PLACE}", "still none", f"la{PLACE}st"]
+    flat = [image for own in images for image in own]
+    for prompts, given in ((worded, images), (placed, images), (placed, flat)):
+        together = model(prompts, images=given).logits
+        for index, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
+            alone = model(prompt, images=own or None).logits[0]
+            close(together[index, -len(alone) :], alone)
+
+
+def test_bt_02_images_that_differ_from_the_places_of_a_row_are_refused_by_row_or_number(model, pictures):
+    small, large = pictures
+    with pytest.raises(vlscope.InputError, match="the 2 prompts hold 0 image placeholders, and 3 images"):
+        model(["one", "two"], images=[small, large, small])
+    with pytest.raises(vlscope.InputError, match="the 2 prompts hold 3 image placeholders, and 2 images"):
+        model([f"{PLACE}a", f"{PLACE}{PLACE}b"], images=[small, large])
+    for images, row, places, count in (([[small, large], [small]], 0, 1, 2), ([[small], [small]], 1, 2, 1)):
+        with pytest.raises(vlscope.InputError, match=rf"prompt {row}: .*{places} image placeholder.*{count} image"):
+            model([f"{PLACE}a", f"{PLACE}{PLACE}b"], images=images)
+    with pytest.raises(vlscope.InputError, match="1 lists of images were passed for 2 prompts"):
+        model([PLACE, PLACE], images=[[small, large]])
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])

@@ -76,6 +76,39 @@ def test_en_01_an_interrupt_ends_a_load_a_forward_and_a_generation_and_the_model
     assert python(INTERRUPTED).split() == ["prefill", "traced", "generate", "load"]
 
 
+LET_IN = """
+import signal, torch, vlscope
+torch.set_num_threads(1)
+model = vlscope.load("demo")
+ids = torch.arange(6000)[None] % 300
+plain = model("hi").logits
+
+def handler(*_):
+    try:
+        tracer.logits
+    except vlscope.VlscopeError as error:
+        assert "advanced by another thread" in str(error)
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+try:
+    for _ in range(30):
+        with model.trace(ids) as tracer:
+            tracer.logits
+    print("ran to its end each time")
+except KeyboardInterrupt:
+    print("interrupted")
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert torch.equal(model("hi").logits, plain)
+"""
+
+
+def test_en_01_it_is_the_forward_that_lets_an_interrupt_in():
+    """A handler that runs while the forward is under way cannot read from its trace; one that runs behind it can."""
+    assert python(LET_IN).strip() == "interrupted"
+
+
 def test_en_03_a_model_or_a_part_of_it_is_neither_pickled_nor_copied(model, text):
     with model.trace(**text) as tracer:
         for thing in (model, model.layers[0], model.layers, model.vision, tracer, tracer.layers[0]):

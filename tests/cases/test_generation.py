@@ -114,6 +114,8 @@ def test_gn_07_greedy_whatever_the_file_says_and_a_seed_repeats(model, tmp_path,
     assert torch.equal(generated(run, text), plain) and torch.equal(generated(run, text, do_sample=False), plain)
     drawn = [generated(run, text, do_sample=True, seed=3) for _ in range(2)]
     assert torch.equal(*drawn)
+    others = {tuple(generated(run, text, do_sample=True, seed=seed)[0].tolist()) for seed in range(8)}
+    assert len(others) > 1  # it is drawn, and the seed is what repeats it
     penalised = model.generate(**text, max_new_tokens=1, eos_token_id=[], repetition_penalty=1e9).new_tokens
     assert penalised.item() not in text["input_ids"]  # the penalty covers the prompt's ids
 

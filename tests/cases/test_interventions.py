@@ -56,10 +56,15 @@ def test_iv_02_what_is_no_tensor_is_refused(model, value):
 def test_iv_02_an_indexed_assignment_follows_torch(model):
     with model.trace(ids(7)):
         x = model.layers[1].layer_output
+        before = x.clone()
         x[:, 3] = torch.ones(48)
-        x[:, 4] = torch.ones(1, 48)
+        x[:, 4] = torch.full((1, 48), 2.0)
         with pytest.raises(RuntimeError, match="7"):
             x[:, 3] = torch.ones(7)
+        read = model.layers[2].input  # what the next block takes
+        assert (read[:, 3] == 1).all() and (read[:, 4] == 2).all()
+        kept = [0, 1, 2, 5, 6]
+        assert torch.equal(read[:, kept], before[:, kept])
     with model.trace(ids(48)), pytest.raises(vlscope.InputError):  # as many tokens as hidden channels
         model.layers[1].layer_output = torch.zeros(48, 48)
 
@@ -80,7 +85,11 @@ def test_iv_04_a_float32_vector_added_in_place_is_rounded_once_and_the_run_stays
 
 
 @pytest.mark.parametrize(
-    "tensor, said", [(torch.zeros(1, 9, 48, device="meta"), "meta"), (torch.zeros(1, 9, 48).to_sparse(), "(?i)sparse")]
+    "tensor, said",
+    [
+        (torch.zeros(1, 9, 48, device="meta"), r"cpu.*meta|meta.*cpu"),
+        (torch.zeros(1, 9, 48).to_sparse(), "(?i)sparse"),
+    ],
 )
 def test_iv_06_a_tensor_of_another_device_or_layout_is_refused_naming_it(model, text, tensor, said):
     plain = model(**text).logits
@@ -94,15 +103,28 @@ def test_iv_06_a_tensor_of_another_device_or_layout_is_refused_naming_it(model, 
 def test_iv_08_an_edit_of_one_row_reaches_no_other(model, inputs):
     batch = inputs("dense", "padded_mixed")
     plain = model(**batch).logits
-    with model.trace(**batch):
-        model.layers[1].layer_output[1, 2] = 0
-        edited = model.logits.save()
-    for row in (0, 2):
-        assert torch.equal(edited[row], plain[row])
-    with model.trace(**batch):
-        model.layers[1].layer_output[1, -1] = 0
-        edited = model.logits.save()
-    assert torch.equal(edited[[0, 2]], plain[[0, 2]]) and not torch.equal(edited[1], plain[1])
+    first = int(batch["attention_mask"][1].argmax())
+    for token in (first + 2, -1):
+        with model.trace(**batch):
+            model.layers[1].layer_output[1, token] = 0
+            edited = model.logits.save()
+        assert torch.equal(edited[[0, 2]], plain[[0, 2]])
+        assert not torch.equal(edited[1, token], plain[1, token])
+        assert torch.equal(edited[1, first:token], plain[1, first:token])
+
+
+def test_iv_08_an_edit_in_one_forward_of_a_trace_reaches_no_other(model, text, image):
+    plain_text, plain_image = model(**text).logits, model(**image).logits
+    with model.trace() as tracer:
+        with tracer.invoke(**image):
+            model.layers[1].layer_output[0, 2] = 0
+            edited = model.logits.save()
+        with tracer.invoke(**text):
+            after_text = model.logits.save()
+        with tracer.invoke(**image):
+            after_image = model.logits.save()
+    assert torch.equal(after_text, plain_text) and torch.equal(after_image, plain_image)
+    assert not torch.equal(edited, plain_image)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

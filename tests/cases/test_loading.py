@@ -1,5 +1,6 @@
 """Checkpoint folders: what is missing, misnamed, packed or replaced, and what each case makes of it."""
 
+import os
 import shutil
 
 import pytest
@@ -252,8 +253,79 @@ def test_ld_14_a_file_may_be_deleted_or_replaced_under_a_model(folder, weights, 
     assert torch.equal(model(**image).logits, logits)
 
 
-def test_ld_14_a_copy_outlives_a_file_that_is_cut_in_place(folder, image, logits):
-    model = vlscope.load(folder, copy=True)
-    with (folder / "model.safetensors").open("r+b") as file:
-        file.truncate(8)
+def overwrite(path):
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\0" * 4)
+
+
+def append(path):
+    with path.open("ab") as file:
+        file.write(b"\0")
+
+
+#: What may be done to a file in place. To be touched is to be written to: the times of both are all that shows.
+WRITES = {
+    "overwritten": overwrite,
+    "cut": lambda path: os.truncate(path, 8),
+    "extended": append,
+    "touched": os.utime,
+}
+
+
+@pytest.fixture(params=WRITES)
+def write(request):
+    return WRITES[request.param]
+
+
+def test_ld_14_a_file_that_was_written_to_is_noticed_before_anything_runs(write, folder, weights, image):
+    files, _ = shard(folder, weights)
+    written = folder / files[1]
+    model = vlscope.load(folder)
+    model(**image)
+    with model.trace(**image):  # the error is of a trace that begins, and leaves one that runs alone
+        first = model.layers[0].layer_output
+        sizes = [written.stat().st_size]
+        write(written)
+        sizes.append(written.stat().st_size)
+    hidden = first.detach().clone()
+    for use in (
+        lambda: model(**image),
+        lambda: model.trace(**image).__enter__(),
+        lambda: model.generate(**image, max_new_tokens=1).result,
+        lambda: model.record(**image),
+        lambda: model.project_on_vocab(hidden),
+        lambda: model.to("cpu"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            use()
+        message = str(caught.value)
+        assert str(written) in message and files[0] not in message
+        assert all(f"{size} bytes" in message for size in sizes) and message.count(" UTC") == 2
+        assert "Load the model again" in message and "copy=True" in message
+
+
+def test_ld_14_a_model_loaded_again_is_that_of_the_file_as_it_is_now(folder, image, logits):
+    model = vlscope.load(folder)
+    overwrite(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="written to"):
+        model(**image)
+    again = vlscope.load(folder)(**image).logits
+    assert torch.equal(vlscope.load(folder, copy=True)(**image).logits, again)
+    assert not torch.equal(again, logits)
+
+
+def test_ld_14_a_file_stays_watched_after_a_move_to_where_its_weights_lie_in_place(folder, image, logits):
+    model = vlscope.load(folder).to("cpu")
     assert torch.equal(model(**image).logits, logits)
+    overwrite(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="written to"):
+        model(**image)
+
+
+@pytest.mark.parametrize("options", [{"copy": True}, {"dtype": torch.float64}], ids=["copied", "converted"])
+def test_ld_14_weights_in_memory_outlive_whatever_becomes_of_their_file(write, options, folder, image):
+    model = vlscope.load(folder, **options)
+    before = model(**image).logits
+    write(folder / "model.safetensors")
+    assert torch.equal(model(**image).logits, before)

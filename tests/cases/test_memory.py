@@ -114,19 +114,23 @@ def test_mp_01_a_saved_row_is_written_to_a_file_alone(model, tmp_path):
 
 def test_mp_03_saving_one_value_of_every_block_keeps_nothing_else(measured):
     """3,000 tokens: a block's activations are a MB each, a whole pattern would be 144."""
-    grown, saved = measured("""
+    rows_grown, grown, saved = measured("""
         ids = torch.arange(3000)[None] % 500
         with model.trace(ids[:, :64]):
             model.logits
         before = peak()
+        with model.trace(ids, logits_to_keep=1):
+            rows = [layer.layer_output[0, -1].save() for layer in model.layers]
+            model.logits
+        rows_grown = peak() - before
         with model.trace(ids):
             kept = [layer.layer_output.save() for layer in model.layers]
         grown = peak() - before
         saved = sum(value.nbytes for value in kept)
-        assert saved == 4 * 3000 * 48 * 4
-        print(grown, saved / 1e6)
+        assert saved == 4 * 3000 * 48 * 4 and all(torch.equal(a, b[0, -1]) for a, b in zip(rows, kept))
+        print(rows_grown, grown, saved / 1e6)
     """)
-    assert float(grown) < float(saved) + 60
+    assert float(rows_grown) < 60 and float(grown) < float(saved) + 60
 
 
 def test_mp_03_an_estimate_is_the_bytes_that_are_saved(model):

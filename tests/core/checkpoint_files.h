@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -40,6 +41,11 @@ class TempFolder {
  private:
   std::filesystem::path path_;
 };
+
+/// As if the file had last been written to so long ago.
+inline void set_age(const std::filesystem::path& file, std::chrono::hours age) {
+  std::filesystem::last_write_time(file, std::filesystem::file_time_type::clock::now() - age);
+}
 
 /// The eight bytes of length, the header, and the data.
 inline std::string safetensors_file(const std::string& header, const std::string& data = "") {

@@ -256,6 +256,68 @@ TEST(Checkpoint, OutlivesItselfTheDeletionAndTheReplacementOfItsFile) {
   EXPECT_THAT(floats(deleted), ElementsAre(8, 9));
 }
 
+/// What a mapped file says of itself after `change`, to which its path is passed; "" if nothing.
+template <class Change>
+std::string said_after(Change change) {
+  const TempFolder folder;
+  const std::filesystem::path path = folder.path() / "w";
+  folder.write("w", "before");
+  set_age(path, std::chrono::hours(1));  // The clock of files may stand still over a whole test.
+  const auto file = MappedFile::open(path);
+  file->require_unchanged();
+  change(path);
+  try {
+    file->require_unchanged();
+  } catch (const CheckpointError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(MappedFile, TellsThatItsFileWasWrittenTo) {
+  const auto write = [](const char* text, std::ios::openmode mode) {
+    return said_after([=](const auto& path) { std::ofstream(path, mode) << text; });
+  };
+  const auto again = std::ios::binary | std::ios::in;  // Without truncation.
+  EXPECT_THAT(write("after!", again), AllOf(HasSubstr("/w: "), HasSubstr("6 bytes, of"),
+                                            HasSubstr("6 bytes, of "), HasSubstr("copy=True")));
+  EXPECT_THAT(write("b", std::ios::binary | std::ios::trunc), HasSubstr("1 bytes, of"));
+  EXPECT_THAT(write("s", std::ios::binary | std::ios::app), HasSubstr("7 bytes, of"));
+  EXPECT_THAT(said_after([](const auto& path) { std::filesystem::resize_file(path, 0); }),
+              HasSubstr("0 bytes, of"));
+  EXPECT_THAT(said_after([](const auto& path) { set_age(path, std::chrono::hours(0)); }),
+              HasSubstr("6 bytes, of"));
+}
+
+TEST(MappedFile, IsTheFileThatWasOpenedWhateverHasItsNameNow) {
+  namespace fs = std::filesystem;
+  EXPECT_EQ(said_after([](const auto& path) { fs::remove(path); }), "");
+  EXPECT_EQ(said_after([](const auto& path) { fs::rename(path, path.parent_path() / "away"); }),
+            "");
+  EXPECT_EQ(said_after([](const auto& path) {
+              fs::remove(path);
+              std::ofstream(path) << "another file";
+            }),
+            "");
+  EXPECT_EQ(said_after([](const auto& path) {
+              fs::create_hard_link(path, path.parent_path() / "link");
+              fs::permissions(path, fs::perms::owner_read);
+            }),
+            "");
+}
+
+TEST(MappedFile, HoldsWhatLiesInIt) {
+  const TempFolder folder;
+  folder.write("w", "bytes");
+  folder.write("empty", "");
+  const auto file = MappedFile::open(folder.path() / "w");
+  EXPECT_TRUE(file->holds(file->data()));
+  EXPECT_TRUE(file->holds(file->data() + 4));
+  EXPECT_FALSE(file->holds(file->data() + 5));
+  EXPECT_FALSE(file->holds(nullptr));
+  EXPECT_FALSE(MappedFile::open(folder.path() / "empty")->holds(nullptr));
+}
+
 TEST(Checkpoint, CopiesUnalignedTensors) {
   const TempFolder folder;
   folder.write("model.safetensors", safetensors_file({kA, kB}, /*shift=*/3));

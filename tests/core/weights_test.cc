@@ -139,6 +139,20 @@ TEST(LoadWeights, UsesStoredBytesInPlaceAndCopiesThemWhenAsked) {
   EXPECT_THAT(floats(toy.norm), ElementsAre(5, 6));
 }
 
+TEST(LoadWeights, RefusesAFileThatWasWrittenToSinceItWasOpened) {
+  const TempFolder folder;
+  folder.write("model.safetensors", safetensors_file(stored()));
+  const Checkpoint checkpoint = Checkpoint::open(folder.path());
+  set_age(folder.path() / "model.safetensors", std::chrono::hours(1));
+  for (const bool copy : {false, true}) {
+    Toy toy(false);
+    EXPECT_THAT(
+        message_of<CheckpointError>([&] { load_weights(toy.specs, checkpoint, {.copy = copy}); }),
+        HasSubstr("model.safetensors: "));
+    EXPECT_FALSE(toy.embed.defined());
+  }
+}
+
 TEST(LoadWeights, GivesWeightsAVersionCounterUnderInferenceMode) {
   const c10::InferenceMode mode;
   Toy toy(false);
