@@ -8,12 +8,15 @@ the slope of its forward in the number of resident forward hooks.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from checkpoints import CONFIGS
 from measure import Row, Sizes, Times, Work, again, interleaved, no_collection, ratios, row, slopes
 
 import vlscope
@@ -22,6 +25,7 @@ EMPTY_TRACE = 20.0
 READ = 2.0
 EDIT = 3.0
 IMPORT = 150_000.0
+SCAN = 1_000_000.0
 FORWARD_SPEEDUP = 4.0
 
 PROMPT = "What color is the square? Answer with one word."
@@ -212,6 +216,27 @@ def import_times(count: int) -> list[float]:
     return [float(subprocess.check_output([sys.executable, "-c", script])) for _ in range(count)]
 
 
+#: From the import to what a scan of an image prompt tells, of a model that is a config.json alone.
+FIRST_SCAN = """
+import sys, time, torch, vlscope
+start = time.perf_counter()
+model = vlscope.load(sys.argv[1], dispatch=False)
+ids = [1, model.config["vision_start_token_id"], *[model.config["image_token_id"]] * 196, *range(2, 42)]
+grid, pixels = torch.tensor([[1, 28, 28]]), torch.zeros(784, 1536)
+shapes = model.scan(input_ids=torch.tensor([ids]), pixel_values=pixels, image_grid_thw=grid)
+us = (time.perf_counter() - start) * 1e6
+assert shapes["logits"].shape == (1, len(ids), model.config["text_config"]["vocab_size"])
+print(us)
+"""
+
+
+def scan_times(config: str, count: int) -> list[float]:
+    """Microseconds of the first scan in fresh interpreters, with the load before it, of a released size."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(CONFIGS / f"{config}.json", f"{folder}/config.json")
+        return [float(subprocess.check_output([sys.executable, "-c", FIRST_SCAN, folder])) for _ in range(count)]
+
+
 def our_rows(times: Times, works: dict[str, Work], blocks: int, reps: int) -> list[Row]:
     peer = times.get("peer")
     places = blocks * PLACES_PER_BLOCK
@@ -272,6 +297,7 @@ def run(sizes: Sizes) -> list[Row]:
         row("read of the next location, right after", reads["next"], target=READ, peer=bare),
         row("read again and again", reads["repeated"], target=READ, peer=bare),
         row("import vlscope, after torch", import_times(min(reps, 5)), target=IMPORT),
+        row("scan in a fresh interpreter, 235B", scan_times("qwen3-vl-235b-a22b-instruct", min(reps, 5)), target=SCAN),
     ]
     if peers:
         rows += peer_rows(times, model.num_layers)

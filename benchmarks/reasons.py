@@ -7,8 +7,8 @@ COLD = "other work has pushed its code and data out of the caches; right after i
 
 REASONS: dict[str, str] = {
     "times as fast as transformers, untraced": (
-        "a profile counts some 2,400 operator calls in a forward, many of them views of a microsecond; the largest "
-        "single one is the patch embedding, which keeps the reference's convolution for the sake of equal bits"
+        "three fifths of its instructions are in the kernels of products, attention, activations and the convolution "
+        "of the patches, which the peer runs too and whose bits are to be the reference's"
     ),
     "empty trace": COLD,
     "read again, first after computing": f"1 us of it is the clock's; {COLD}",
@@ -17,5 +17,4 @@ REASONS: dict[str, str] = {
     "one assignment": "it is a read that also checks and replaces, and misses with it",
     "layer x position sweep": ("each cell computes all rows of the blocks above its own, one variant at a time"),
     "layer sweep over a recording": "the recording is on the clock, and is a whole forward of its own",
-    "weights and processor": "96 % of it is the tokenizers library reading tokenizer.json, which the peer does too",
 }

@@ -55,11 +55,11 @@ PatchEmbedding patch_embedding_by_name(const std::string& name) {
 
 std::shared_ptr<Model> build(const std::string& config_json, const std::string& where,
                              const std::string& attention, const std::string& patch_embedding,
-                             bool text_only) {
+                             bool text_only, std::optional<at::ScalarType> dtype) {
   Config config = parse_config(config_json, where);
   config.vision.patch_embedding = patch_embedding_by_name(patch_embedding);
   for (const std::string& note : config.notes) log().warn("{}", note);
-  return Model::build(config, attention_by_name(attention), text_only);
+  return Model::build(config, attention_by_name(attention), text_only, dtype);
 }
 
 py::dict config_dict(const Config& config) {
@@ -301,10 +301,9 @@ void register_model(py::module_& module) {
 
   py::class_<Model, std::shared_ptr<Model>>(module, "Model", "A module tree and its weights.")
       .def_static("build", &build, py::arg("config_json"), py::arg("where"), py::arg("attention"),
-                  py::arg("patch_embedding"), py::arg("text_only"))
+                  py::arg("patch_embedding"), py::arg("text_only"), py::arg("dtype") = std::nullopt)
       .def("load", &load, py::arg("folder"), py::arg("options"), py::arg("placement"))
       .def("to", &Model::to, py::arg("device"), py::call_guard<py::gil_scoped_release>())
-      .def("expect", &Model::expect, py::arg("dtype"))
       .def_property_readonly("loaded", &Model::loaded)
       .def_property_readonly("dtype", &Model::dtype)
       .def_property_readonly(

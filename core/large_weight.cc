@@ -26,8 +26,6 @@ at::Tensor LargeWeight::expert(std::int64_t index, std::int64_t count, const at:
 }
 
 at::Tensor LargeWeight::rows(const at::Tensor& indices) const {
-  // torch's own rules for shapes alone are written in Python: slow, and may not be there.
-  if (stored.is_meta()) return stored.index({indices});
   return at::embedding(stored, indices).to(dtype());
 }
 

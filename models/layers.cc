@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
 #include <ATen/ops/linear.h>
@@ -25,8 +24,8 @@ at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
 }
 
 at::Tensor shaped_like(const LargeWeight& weight, at::IntArrayRef shape) {
-  const at::TensorOptions options = weight.stored.options().dtype(weight.dtype());
-  return at::empty({1}, options).expand(shape);
+  if (!weight.stream) return shaped_like(weight.stored, shape);
+  return at::empty({1}, weight.dtype()).expand(shape);
 }
 
 Flow<at::Tensor> Leaf::operator()(Trace& trace, at::Tensor x) const {
@@ -92,7 +91,6 @@ LayerNorm::LayerNorm(Module* parent, std::string name, std::int64_t width, doubl
 }
 
 at::Tensor LayerNorm::apply(const at::Tensor& x) const {
-  if (x.is_meta()) return at::empty_like(x);  // As in LargeWeight::rows.
   return at::layer_norm(x, weight_.sizes(), weight_, bias_, eps_);
 }
 

@@ -15,6 +15,7 @@
 #include "core/device.h"
 #include "core/errors.h"
 #include "core/logging.h"
+#include "core/ops/shape_rules.h"
 #include "core/text.h"
 #include "models/least.h"
 #include "models/qwen2_5_vl.h"
@@ -96,15 +97,16 @@ std::vector<std::string> family_names() {
   return names;
 }
 
-std::shared_ptr<Model> Model::build(const Config& config, Attention attention, bool text_only) {
+std::shared_ptr<Model> Model::build(const Config& config, Attention attention, bool text_only,
+                                    std::optional<at::ScalarType> dtype) {
   const auto family = families().find(config.model_type);
   if (family == families().end()) {
     throw UnsupportedFamily(fmt::format("model_type \"{}\" is not served; these are: {}.",
                                         config.model_type, fmt::join(family_names(), ", ")));
   }
-  const auto dtype = config.dtype.value_or(at::kFloat);
-  std::shared_ptr<Model> model(
-      new Model(family->second(config, attention), attention, at::device(at::kMeta).dtype(dtype)));
+  const auto weights =
+      at::device(at::kMeta).dtype(dtype.value_or(config.dtype.value_or(at::kFloat)));
+  std::shared_ptr<Model> model(new Model(family->second(config, attention), attention, weights));
   model->number();
   if (text_only) {
     model->text_only_ = true;
@@ -331,8 +333,9 @@ at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
 std::vector<ScannedValue> Model::scan(Inputs inputs) const {
   // Another tree, whose weights are shapes alone whatever this one holds. It needs no numbers: what
   // it visits is known here by its place.
-  const Model shadow = like(config(), at::device(at::kMeta).dtype(dtype_));
+  const Model shadow = like(config(), at::device(at::kMeta).dtype(dtype()));
   const auto own = counterparts(*shadow.tree_, *tree_);
+  const ops::ShapeRules rules;
   std::vector<ScannedValue> values;
   for (at::Tensor* pixels : {&inputs.pixel_values, &inputs.pixel_values_videos}) {
     if (pixels->defined()) *pixels = pixels->to(at::kMeta);

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,13 +27,11 @@ struct ScannedValue {
 class Model : public std::enable_shared_from_this<Model> {
  public:
   /// Builds the module tree and numbers its locations. Weights are on the meta device until `load`.
+  /// @param dtype what the weights will be loaded in; else what the config says
   /// @throws UnsupportedFamily if no family has the config's model_type
   static std::shared_ptr<Model> build(const Config& config, Attention attention,
-                                      bool text_only = false);
-
-  /// Tells a model that is not loaded yet what its forward will run in, for `dtype` and `scan`. By
-  /// default what the config says.
-  void expect(at::ScalarType dtype) { dtype_ = dtype; }
+                                      bool text_only = false,
+                                      std::optional<at::ScalarType> dtype = std::nullopt);
 
   /// Fills every weight from the checkpoint; see load_weights.
   LoadReport load(const Checkpoint& checkpoint, const LoadOptions& options);

@@ -114,8 +114,14 @@ class Model:
     widening: tuple[int, int]
     device: str
     @staticmethod
-    def build(config_json: str, where: str, attention: str, patch_embedding: str, text_only: bool) -> Model: ...
-    def expect(self, dtype: torch.dtype) -> None: ...
+    def build(
+        config_json: str,
+        where: str,
+        attention: str,
+        patch_embedding: str,
+        text_only: bool,
+        dtype: torch.dtype | None = None,
+    ) -> Model: ...
     def to(self, device: torch.device) -> None: ...
     def load(
         self, folder: str | os.PathLike[str], options: LoadOptions, placement: dict[str, torch.device]

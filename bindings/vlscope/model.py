@@ -228,10 +228,9 @@ class StandardizedTransformer(CausalLM):
             raise InputError(f"{_STREAMS_ON_CPU}, and device_map is given as well")
         folder = _find(path_or_id, revision)
         text, where = _read_config(folder)
-        core = _core.Model.build(text, str(where), attn_implementation, patch_embedding, task == "text-generation")
         self._dtype = _check_dtype(dtype or torch_dtype) or (torch.float32 if weights == "stream" else None)
-        if self._dtype is not None:
-            core.expect(self._dtype)
+        text_only = task == "text-generation"
+        core = _core.Model.build(text, str(where), attn_implementation, patch_embedding, text_only, self._dtype)
         self._folder, self._core = folder, core
         self.weights = weights
         self._parts = [] if device_map is None else parts_of(core, self._dtype)
@@ -563,19 +562,17 @@ class StandardizedTransformer(CausalLM):
         torch.Size([1, 4, 1, 32])
         """
         prepared = self._prepare(prompt, **inputs)
-        offered = {
-            (order, slot): torch.empty(shape, dtype=dtype, device="meta")
-            for order, slot, shape, dtype in self._core.scan(prepared)
-        }
+        offered: dict[int | None, dict[int, torch.Tensor]] = {}
+        for order, slot, shape, dtype in self._core.scan(prepared):
+            offered.setdefault(order, {})[slot] = torch.empty(shape, dtype=dtype, device="meta")
         found: dict[str, Any] = {}
         for index, place in enumerate(self._sites):
-            order = self._core.order_of(index)
-            value = None if order is None else offered.get((order, place.slot))
+            here = offered.get(self._core.order_of(index), {})
+            value = here.get(place.slot)
             if value is None or place.unavailable:
                 continue
             if place.list:
-                rest = [part for (at, slot), part in offered.items() if at == order and slot >= place.slot]
-                found.setdefault(place.path, tuple(rest))
+                found.setdefault(place.path, tuple(part for slot, part in here.items() if slot >= place.slot))
                 continue
             if place.images_axis:
                 value = value[None]

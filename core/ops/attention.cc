@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -54,8 +53,9 @@ at::Tensor full_scores(const at::Tensor& q, const at::Tensor& k, double scale) {
 at::Tensor attention_scores(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
                             double scale) {
   const at::Tensor scores = full_scores(q, k, scale);
-  return masked(
-      scores, mask.defined() ? mask : causal_mask(at::ones({1, k.size(2)}, at::kLong), q.size(2)));
+  if (mask.defined()) return masked(scores, mask);
+  const at::Tensor unpadded = at::ones({1, k.size(2)}, k.options().dtype(at::kLong));
+  return masked(scores, causal_mask(unpadded, q.size(2)));
 }
 
 at::Tensor composed_score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor& mask,
@@ -84,8 +84,6 @@ at::Tensor attend(const at::Tensor& probabilities, const at::Tensor& v) {
 
 at::Tensor fused_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                            const at::Tensor& mask, bool causal, double scale) {
-  // torch's own rule for shapes alone is written in Python, and may not be there.
-  if (q.is_meta()) return at::empty_like(q.transpose(1, 2), at::MemoryFormat::Contiguous);
   const bool shared = k.size(1) != q.size(1);
   const bool grouped = shared && can_group(k, v, mask);
   const at::Tensor keys = shared && !grouped ? repeat_heads(k, q.size(1)) : k;

@@ -111,6 +111,7 @@ at::Tensor scaled(const at::Tensor& unit_q) {
   return unit_q / std::sqrt(static_cast<double>(unit_q.size(-1)));
 }
 
+/// For shapes alone: without a loop over the tokens.
 DeltaRuleResult empty_result(const DeltaRuleInput& in) {
   return {at::empty_like(in.v).to(in.q.scalar_type()),
           at::empty_like(in.state).to(precise(in.v.scalar_type()))};
@@ -125,7 +126,6 @@ DeltaRuleInput DeltaRuleInput::part(std::int64_t begin, std::int64_t end,
 }
 
 DeltaRuleResult chunked_delta_rule(const DeltaRuleInput& in) {
-  // torch's own rule for shapes alone is written in Python, and may not be there.
   if (in.q.is_meta()) return empty_result(in);
   const Prepared prepared(in);
   const Chunks chunk(prepared);
@@ -213,7 +213,7 @@ at::Tensor delta_rule_state(const DeltaRuleInput& in, const std::vector<StateCut
 
 at::Tensor causal_convolution(const at::Tensor& x, const at::Tensor& weight,
                               const at::Tensor& before) {
-  if (x.is_meta()) return at::empty_like(x);
+  if (x.is_meta()) return at::empty_like(x);  // torch has the rule for shapes alone in Python.
   const std::int64_t channels = x.size(1), seq = x.size(2), taps = weight.size(2);
   const auto convolve = [&](const at::Tensor& row, std::int64_t padding) {
     return at::conv1d(row, weight, /*bias=*/{}, /*stride=*/1, padding, /*dilation=*/1, channels);

@@ -1,6 +1,6 @@
 // Norms and rotations on the CPU in one pass over the rows, where the composed operations take
-// seven. Every number is rounded where those round it, and sums are torch's own, so that the results
-// have the same bits.
+// seven. Every number is rounded where those round it, and sums are torch's own, so that the
+// results have the same bits.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,8 +9,8 @@
 
 namespace vlscope::ops::one_pass {
 
-/// True where `rms_norm` may stand for the composed norm: float32 on the CPU, rows side by side, and
-/// no graph recorded.
+/// True where `rms_norm` may stand for the composed norm: float32 on the CPU, rows side by side,
+/// and no graph recorded.
 bool norms(const at::Tensor& x, const at::Tensor& weight);
 /// See ops::rms_norm.
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, NormForm form);

@@ -243,14 +243,12 @@ at::Tensor score_rows(const at::Tensor& q, const at::Tensor& k, const at::Tensor
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, NormForm form) {
-  if (x.is_meta()) return at::empty_like(x);  // Shapes alone: torch's rules for them are slow.
   if (x.is_cuda()) return fused_rms_norm(x, weight, eps, form);
   if (one_pass::norms(x, weight)) return one_pass::rms_norm(x, weight, eps, form);
   return composed::rms_norm(x, weight, eps, form == NormForm::kZeroCentered);
 }
 
 at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin) {
-  if (x.is_meta()) return at::empty_like(x);
   if (x.is_cuda()) return fused_rotate(x, cos, sin);
   if (one_pass::rotates(x, cos, sin)) return one_pass::rotate(x, cos, sin);
   return composed_rotate(x, cos, sin);

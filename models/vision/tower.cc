@@ -165,7 +165,7 @@ Flow<at::Tensor> VisionAttention::attend(Trace& trace, Segment whole,
     }
     if (!by_pattern) patterns.assign(segments.size(), {});
   }
-  const bool at_once = whole.q.is_cuda() && !eager_ && !patterns.front().defined();
+  const bool at_once = !whole.q.is_cpu() && !eager_ && !patterns.front().defined();
   if (at_once) co_return heads_at_once(whole, context);
   std::vector<at::Tensor> heads;
   for (std::size_t i = 0; i < segments.size(); ++i) {
