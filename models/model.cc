@@ -333,7 +333,7 @@ at::Tensor Model::project_on_vocab(const at::Tensor& hidden) const {
 std::vector<ScannedValue> Model::scan(Inputs inputs) const {
   // Another tree, whose weights are shapes alone whatever this one holds. It needs no numbers: what
   // it visits is known here by its place.
-  const Model shadow = like(config(), at::device(at::kMeta).dtype(dtype()));
+  const Model shadow = like(config(), at::device(at::kMeta).dtype(dtype_));
   const auto own = counterparts(*shadow.tree_, *tree_);
   const ops::ShapeRules rules;
   std::vector<ScannedValue> values;

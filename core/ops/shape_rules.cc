@@ -92,6 +92,7 @@ at::Tensor where(const at::Tensor& condition, const at::Tensor& x, const at::Ten
 at::Tensor arange(const at::Scalar& end, std::optional<at::ScalarType> dtype,
                   std::optional<at::Layout> layout, std::optional<at::Device> device,
                   std::optional<bool> pinned) {
+  if (!dtype && end.isIntegral(/*includeBool=*/false)) dtype = at::kLong;
   return at::meta::empty({end.toLong()}, dtype, layout, device, pinned, std::nullopt);
 }
 
