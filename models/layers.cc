@@ -24,8 +24,8 @@ at::Tensor shaped_like(const at::Tensor& weight, at::IntArrayRef shape) {
 }
 
 at::Tensor shaped_like(const LargeWeight& weight, at::IntArrayRef shape) {
-  const at::TensorOptions options = weight.stored.options().dtype(weight.dtype());
-  return at::empty({1}, options).expand(shape);
+  if (!weight.stream) return shaped_like(weight.stored, shape);
+  return at::empty({1}, weight.dtype()).expand(shape);
 }
 
 Flow<at::Tensor> Leaf::operator()(Trace& trace, at::Tensor x) const {

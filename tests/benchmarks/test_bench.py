@@ -25,6 +25,10 @@ SUITES = {
         "tiny: matrix products, share of the forward",
         "tiny: trace, one value of block 0, of the whole forward",
     },
+    "streaming": {
+        "tiny-bf16: image prompt, last logits, streamed, of the resident",
+        "tiny-bf16: anonymous memory at its peak: streamed",
+    },
     "generation": {"image prompt, 32 tokens", "long text, 1 token", "image prompt, a patch in each block"},
 }
 
