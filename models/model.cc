@@ -314,7 +314,7 @@ Inputs Model::generation_prompt(Inputs inputs, std::int64_t capacity) const {
 
 std::shared_ptr<Recording> Model::record(Inputs inputs, bool keys) {
   const at::NoGradGuard no_grad;
-  const auto recording = std::make_shared<Recording>();
+  auto recording = std::make_shared<Recording>();
   inputs.logits_to_keep = 1;
   inputs.replay = {nullptr, recording};
   if (keys) {

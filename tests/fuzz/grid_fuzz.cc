@@ -58,9 +58,12 @@ void check_cut(ImageSize size, const ImageOptions& options, std::int64_t frames)
   expect(options.patch_size > 0 && factor > 0, "no patch is empty");
   expect(size.height % factor == 0 && size.width % factor == 0, "sides are whole merge blocks");
   const Grid grid{frames, size.height / options.patch_size, size.width / options.patch_size};
-  const __int128 patches = static_cast<__int128>(grid.frames) * grid.rows * grid.columns;
   const __int128 most = std::numeric_limits<std::int64_t>::max();
-  expect(grid.patches() == std::min(patches, most), "patches are counted exactly, up to a limit");
+  __int128 patches = static_cast<__int128>(grid.frames) * grid.rows;
+  // Three numbers of 63 bits may leave 128 as well.
+  patches =
+      __builtin_mul_overflow(patches, grid.columns, &patches) ? most : std::min(patches, most);
+  expect(grid.patches() == patches, "patches are counted exactly, up to a limit");
   expect(patches_of({grid, grid, grid}) == std::min(3 * patches, most), "and so are their sums");
 }
 
