@@ -2,7 +2,7 @@
 # The tests under sanitizers, and the fuzzers. Sourced by ./dev from the repository root.
 
 readonly DEBIAN_CLANG=(clang-14 clang-tidy-14 libclang-rt-14-dev)
-readonly SANITIZERS=(asan ubsan tsan)
+readonly SANITIZERS=(asan-ubsan tsan)
 readonly FUZZERS=(header index config grid)
 readonly FUZZED=.fuzz # what the fuzzers found, between runs
 
