@@ -37,7 +37,7 @@ class MappedFile {
   /// Raises CheckpointError, giving both sizes and times, where the file was written to, cut short,
   /// extended or touched since it was opened: its size or its time of modification is another. To
   /// be deleted, renamed, linked or given other permissions changes neither. Reads nothing of the
-  /// file; one call of the system, some 0.3 us.
+  /// file; one call of the system, about half a microsecond.
   void require_unchanged() const;
 
  private:

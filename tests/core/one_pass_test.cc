@@ -89,6 +89,9 @@ TEST(OnePassRotation, LeavesGraphsAndOtherDtypesToTheComposedOperations) {
 }
 
 TEST(OnePass, HasTheSameBitsForAnyNumberOfThreads) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "the barriers of OpenMP are not seen";
+#endif
   const at::Tensor x = at::randn({1, 900, 256}), weight = at::randn({256});
   const at::Tensor heads = x.view({1, 900, 2, 128}).transpose(1, 2);
   const at::Tensor cos = at::rand({1, 1, 900, 128}), sin = at::rand({1, 1, 900, 128});
