@@ -10,6 +10,9 @@ REASONS: dict[str, str] = {
         "three fifths of its instructions are in the kernels of products, attention, activations and the convolution "
         "of the patches, which the peer runs too and whose bits are to be the reference's"
     ),
+    "patch embedding as a product": (
+        "the product runs at the machine's own speed, and the convolution of this torch is so many times as slow"
+    ),
     "empty trace": COLD,
     "read again, first after computing": f"1 us of it is the clock's; {COLD}",
     "read of the next location": COLD,

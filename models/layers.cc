@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/layer_norm.h>
-#include <ATen/ops/linear.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <fmt/format.h>
@@ -12,6 +11,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/ops/linear.h"
 #include "core/ops/norm.h"
 #include "core/ops/precision.h"
 
@@ -42,8 +42,7 @@ Linear::Linear(Module* parent, std::string name, std::int64_t in, std::int64_t o
 }
 
 at::Tensor Linear::apply(const at::Tensor& x) const {
-  const at::Tensor weight = weight_.matrix(x);
-  return bias_.defined() ? at::linear(x, weight, bias_) : at::linear(x, weight);
+  return ops::linear(x, weight_.matrix(x), bias_);
 }
 
 at::Tensor Linear::output_like(const at::Tensor& x) const {
