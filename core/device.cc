@@ -13,7 +13,7 @@ at::Tensor Uploader::operator()(const at::Tensor& source, at::ScalarType dtype) 
   return place;
 }
 
-void Uploader::operator()(const at::Tensor& source, at::Tensor place) {
+void Uploader::operator()(const at::Tensor& source, const at::Tensor& place) {
   if (source.numel() == 0) return;
   const std::int64_t count = source.dim() == 0 ? 1 : source.size(0);
   const std::int64_t row_bytes = place.numel() / count * place.element_size();
@@ -25,7 +25,7 @@ void Uploader::operator()(const at::Tensor& source, at::Tensor place) {
   }
 }
 
-void Uploader::send(const at::Tensor& part, at::Tensor place) {
+void Uploader::send(const at::Tensor& part, const at::Tensor& place) {
   const std::int64_t bytes = place.numel() * place.element_size();
   Buffer& buffer = free_buffer(bytes);
   const at::Tensor staged =

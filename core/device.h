@@ -37,14 +37,14 @@ class Uploader {
   /// A tensor on the device with the numbers of `source`, converted on the way.
   at::Tensor operator()(const at::Tensor& source, at::ScalarType dtype);
   /// Writes `source` to `place`, a tensor on the device of the same shape.
-  void operator()(const at::Tensor& source, at::Tensor place);
+  void operator()(const at::Tensor& source, const at::Tensor& place);
 
  private:
   struct Buffer {
     at::Tensor bytes;
     std::optional<c10::Event> sent;  ///< When what it held has arrived; none on the CPU.
   };
-  void send(const at::Tensor& part, at::Tensor place);
+  void send(const at::Tensor& part, const at::Tensor& place);
   /// The next buffer, empty again, with room for so many bytes.
   Buffer& free_buffer(std::int64_t bytes);
 

@@ -14,8 +14,8 @@ std::string shape_text(const at::Tensor& tensor) {
 std::string dtype_text(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
 
 std::string tensor_text(const at::Tensor& tensor) {
-  const std::string text = fmt::format("{} {} on {}", shape_text(tensor),
-                                       dtype_text(tensor.scalar_type()), tensor.device().str());
+  std::string text = fmt::format("{} {} on {}", shape_text(tensor),
+                                 dtype_text(tensor.scalar_type()), tensor.device().str());
   if (tensor.layout() == at::kStrided) return text;
   std::ostringstream layout;
   layout << tensor.layout();

@@ -133,11 +133,12 @@ void WeightStream::enter(int block) const {
 
 void WeightStream::read_ahead(const at::Tensor& stored) {
   static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto first = reinterpret_cast<std::uintptr_t>(stored.const_data_ptr());
-  const std::uintptr_t end = first + stored.nbytes();
-  for (std::uintptr_t at = first / page * page; at < end; at += kReadAhead) {
-    ::madvise(reinterpret_cast<void*>(at), std::min<std::uintptr_t>(kReadAhead, end - at),
-              MADV_WILLNEED);
+  auto* const data = static_cast<std::byte*>(const_cast<void*>(stored.const_data_ptr()));
+  const std::size_t behind =
+      reinterpret_cast<std::uintptr_t>(data) % page;  // The page's beginning.
+  const std::size_t bytes = behind + stored.nbytes();
+  for (std::size_t at = 0; at < bytes; at += kReadAhead) {
+    ::madvise(data - behind + at, std::min(kReadAhead, bytes - at), MADV_WILLNEED);
   }
 }
 

@@ -303,7 +303,9 @@ class Loader {
     at::Tensor whole = at::empty(spec.shape, at::TensorOptions(device).dtype(report_.dtype));
     const std::vector<Piece> parts = expert_pieces(spec);
     at::Tensor rows = whole.view({static_cast<int64_t>(parts.size()), -1, spec.shape[2]});
-    for (std::size_t i = 0; i < parts.size(); ++i) upload(device)(mapped(spec, parts[i]), rows[i]);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      upload(device)(mapped(spec, parts[i]), rows[static_cast<int64_t>(i)]);
+    }
     return whole;
   }
 

@@ -61,6 +61,7 @@ void answer(torch::Library& library) {
 
 using Optional = std::optional<at::Tensor>;
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): the signature is torch's.
 at::Tensor look_up(const at::Tensor& table, const at::Tensor& indices, c10::SymInt, bool, bool) {
   auto shape = indices.sizes().vec();
   shape.push_back(table.size(1));

@@ -46,9 +46,11 @@ struct SegmentedAttentionRows {
   static constexpr const char* kSchema =
       "segmented_attention_rows(Tensor q, Tensor k, Tensor cu_seqlens, SymInt max_seqlen, float "
       "scale, *, int[] heads, int[] rows, bool probabilities=True) -> Tensor";
-  static at::Tensor composed(const at::Tensor& q, const at::Tensor& k, const at::Tensor& cu_seqlens,
-                             c10::SymInt max_seqlen, double scale, at::IntArrayRef heads,
-                             at::IntArrayRef rows, bool probabilities) {
+  static at::Tensor composed(
+      const at::Tensor& q, const at::Tensor& k, const at::Tensor& cu_seqlens,
+      // NOLINTNEXTLINE(performance-unnecessary-value-param): the schema's is a value.
+      c10::SymInt max_seqlen, double scale, at::IntArrayRef heads, at::IntArrayRef rows,
+      bool probabilities) {
     return composed::segmented_attention_rows({q,
                                                k,
                                                cu_seqlens,
