@@ -24,7 +24,8 @@ constexpr std::int64_t kTogether = 64;
 bool is_large_product_of_a_row(const at::Tensor& x, const at::Tensor& weight) {
   return x.is_cpu() && x.scalar_type() == at::kFloat && weight.scalar_type() == at::kFloat &&
          x.dim() >= 2 && x.numel() == x.size(-1) && weight.is_contiguous() &&
-         weight.numel() >= 2 * kWorthAThread && !records_graph(x, weight);
+         weight.size(0) >= kTogether && weight.numel() >= 2 * kWorthAThread &&
+         !records_graph(x, weight);
 }
 
 at::Tensor by_threads(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias) {

@@ -32,7 +32,7 @@ class Linear : public ::testing::TestWithParam<int> {
 
 TEST_P(Linear, HasTheBitsOfTorchs) {
   const std::vector<std::pair<std::int64_t, std::int64_t>> shapes{
-      {2048, 2048}, {6144, 512}, {1100, 1024}, {151'936, 64}, {64, 64}};
+      {2048, 2048}, {6144, 512}, {1100, 1024}, {151'936, 64}, {64, 64}, {32, 65'536}};
   for (const auto& [out, in] : shapes) {
     const at::Tensor weight = at::randn({out, in}), bias = at::randn({out});
     for (const int rows : {1, 3}) {
