@@ -12,6 +12,8 @@
 #include <mutex>
 #include <utility>
 
+#include "core/ops/precision.h"
+
 namespace vlscope {
 namespace {
 
@@ -94,8 +96,7 @@ WeightStream::Held WeightStream::held() const { return buffers_->held(); }
 
 at::Tensor WeightStream::widened(at::TensorList pieces, const at::Tensor& x,
                                  std::size_t offset) const {
-  const bool graph = at::GradMode::is_enabled();
-  if (graph && any_requires_grad(pieces)) return at::cat(pieces).to(dtype_);
+  if (at::GradMode::is_enabled() && any_requires_grad(pieces)) return at::cat(pieces).to(dtype_);
 
   std::vector<std::int64_t> shape = pieces.front().sizes().vec();
   const std::int64_t rows = shape.front();
@@ -104,7 +105,7 @@ at::Tensor WeightStream::widened(at::TensorList pieces, const at::Tensor& x,
   const std::size_t bytes = offset + c10::multiply_integers(shape) * c10::elementSize(dtype_);
   // A graph keeps what multiplies a tensor that requires grad. Such memory goes with the graph:
   // were it used again, as much would stay as the whole model takes.
-  const bool kept = graph && x.requires_grad();
+  const bool kept = ops::records_graph(x);
   auto buffer = kept ? std::make_shared<Buffer>(bytes) : buffers_->borrow(bytes);
   void* const place = static_cast<std::byte*>(buffer->data.get()) + offset;
   auto pool = kept ? nullptr : buffers_;

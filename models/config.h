@@ -84,14 +84,14 @@ enum class VideoTime {
   kBySecond,  ///< A video is one run, each frame later by `tokens_per_second` times its seconds.
 };
 
-/// The vision tower. `hidden_size` is its width in every family, whatever the file calls it.
-/// `deepstack_visual_indexes` keeps the order of the file: entry k names the block that feeds
-/// merger k, and features leave the tower in the order of the blocks. What a family does not know
-/// is empty or 0.
 /// How the CPU projects patches of float32: by the reference's convolution, or by the equal matrix
 /// product, which is some times as fast and rounds otherwise.
 enum class PatchEmbedding { kConvolution, kMatmul };
 
+/// The vision tower. `hidden_size` is its width in every family, whatever the file calls it.
+/// `deepstack_visual_indexes` keeps the order of the file: entry k names the block that feeds
+/// merger k, and features leave the tower in the order of the blocks. What a family does not know
+/// is empty or 0.
 struct VisionConfig {
   std::string model_type;
   int64_t depth;

@@ -1,6 +1,5 @@
 #include "models/text/cache.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <fmt/format.h>
@@ -8,6 +7,7 @@
 #include <algorithm>
 
 #include "core/errors.h"
+#include "core/ops/precision.h"
 
 namespace vlscope {
 namespace {
@@ -53,10 +53,10 @@ std::vector<at::Tensor> BlockCache::tensors() const {
 }
 
 void BlockCache::append(const at::Tensor& k, const at::Tensor& v) {
-  const bool graph = at::GradMode::is_enabled() && (keys_.requires_grad() || k.requires_grad() ||
-                                                    values_.requires_grad() || v.requires_grad());
   // A backward pass may want what was held before, so nothing is written beside it.
-  if (graph) return replace(at::cat({keys_, k}, 2), at::cat({values_, v}, 2));
+  if (ops::records_graph(keys_, k, values_, v)) {
+    return replace(at::cat({keys_, k}, 2), at::cat({values_, v}, 2));
+  }
   const std::int64_t before = length(), after = before + k.size(2);
   make_room(after);
   key_room_.narrow(2, before, k.size(2)).copy_(k);

@@ -65,8 +65,7 @@ Flow<at::Tensor> TextAttention::operator()(Trace& trace, at::Tensor x, TextConte
       Heads heads = co_await project(trace, std::move(x), std::move(asking));
       gate = std::move(heads.gate);
       heads = co_await place(trace, std::move(heads), context);
-      at::Tensor mask = context.mask.defined() ? context.going_on(context.mask, 2) : at::Tensor();
-      attended = co_await attend(trace, heads, std::move(mask));
+      attended = co_await attend(trace, heads, context.going_on(context.mask, 2));
     }
     pattern = std::move(attended.pattern);
     at::Tensor joined = std::exchange(attended.heads, {}).reshape({batch, rows, -1});

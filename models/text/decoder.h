@@ -27,7 +27,7 @@ struct TextContext {
 
   /// What goes on of `x`, with the positions along `axis`.
   at::Tensor going_on(const at::Tensor& x, std::int64_t axis = 1) const {
-    return kept == 0 ? x : x.narrow(axis, x.size(axis) - kept, kept);
+    return kept == 0 || !x.defined() ? x : x.narrow(axis, x.size(axis) - kept, kept);
   }
 };
 

@@ -52,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--device", default="cpu", help='"cpu" (the default) or "cuda"')
     how.add_argument("--model-dtype", metavar="DTYPE", help="convert the weights, e.g. float32; as stored by default")
     common.add_weights(how)
-    how.add_argument(
-        "--attention", choices=("sdpa", "eager"), default="sdpa", help="attention implementation (default: sdpa)"
-    )
+    common.add_attention(how)
     merging = parser.add_argument_group("merge")
     merging.add_argument("--hashes", action="store_true", help="also read every byte and compare its hash")
 
